@@ -1,0 +1,78 @@
+#include "kernels/gemm/gemm_cuda.h"
+
+#include <map>
+
+#include "kernels/base/cuda_check.h"
+#include "kernels/gemm/gemm_plan.h"
+
+namespace speedrun::kernels {
+namespace {
+
+struct DeviceFree {
+  void operator()(void* p) const { cudaFree(p); }
+};
+
+struct Plan {
+  GemmDescriptors descriptors;
+  cublasLtMatmulAlgo_t algo;
+};
+
+}  // namespace
+
+struct GemmPlans::Impl {
+  explicit Impl(CUstream_st* plan_stream) : stream(plan_stream) {}
+
+  CUstream_st* stream;
+  LtHandle handle = make_lt_handle();
+  std::unique_ptr<void, DeviceFree> workspace;
+  int compute_capability = 0;
+  std::map<GemmKey, Plan> plans;
+  std::vector<std::string> untuned;
+
+  const Plan& make_plan(const GemmKey& key) {
+    GemmDescriptors descriptors(key);
+    std::string note = "not in the table";
+    if (const GemmTuning* row = find_tuning(key, compute_capability)) {
+      std::string reason;
+      if (const auto algo = make_algorithm(handle.get(), descriptors, key, row->algorithm, reason)) {
+        return plans.emplace(key, Plan{std::move(descriptors), *algo}).first->second;
+      }
+      note = "its row in the table is refused: " + reason;
+    }
+    constexpr int kAsked = 64;  // many, because those without a fixed order of sums are dropped
+    const std::vector<cublasLtMatmulAlgo_t> candidates = gemm_candidates(handle.get(), descriptors, kAsked);
+    if (candidates.empty())
+      throw Error("gemm " + describe_gemm(key) + ": cuBLASLt has no algorithm for it with a fixed order of sums");
+    untuned.push_back(describe_gemm(key) + " (" + note + ")");
+    return plans.emplace(key, Plan{std::move(descriptors), candidates.front()}).first->second;
+  }
+};
+
+GemmPlans::GemmPlans(CUstream_st* stream) : impl_(std::make_unique<Impl>(stream)) {
+  void* workspace = nullptr;
+  cuda_check(cudaMalloc(&workspace, kWorkspaceBytes), "gemm: workspace of ", kWorkspaceBytes, " bytes");
+  impl_->workspace.reset(workspace);
+  int device = 0, major = 0, minor = 0;
+  cuda_check(cudaGetDevice(&device), "gemm: current device");
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "gemm: compute capability");
+  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "gemm: compute capability");
+  impl_->compute_capability = 10 * major + minor;
+}
+
+GemmPlans::~GemmPlans() = default;
+
+void GemmPlans::run(const GemmCuda& args) {
+  const GemmKey key = gemm_key(args);
+  const auto found = impl_->plans.find(key);
+  const Plan& plan = found != impl_->plans.end() ? found->second : impl_->make_plan(key);
+  launch_gemm(impl_->handle.get(), plan.descriptors, key, plan.algo, args, impl_->workspace.get(), impl_->stream);
+}
+
+std::vector<std::string> GemmPlans::untuned() const { return impl_->untuned; }
+
+void gemm(const GemmCuda& args, const CudaExec& exec) {
+  require(exec.gemm != nullptr, "gemm: CudaExec has no GemmPlans");
+  exec.gemm->run(args);
+}
+
+}  // namespace speedrun::kernels

@@ -1,0 +1,235 @@
+#include "kernels/gemm/gemm_tune.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <ostream>
+
+#include "kernels/base/cuda_check.h"
+#include "kernels/bench/bench.h"
+
+namespace speedrun::kernels {
+namespace {
+
+constexpr int64_t kC = 768, kF = 3072, kV = 50304;
+
+struct Layer {
+  int64_t K, O;
+  Epilogue forward;
+  bool residual;
+};
+
+// out = inp · weightᵀ, dinp = dout · weight, dweight += doutᵀ · inp
+GemmKey forward(int64_t N, const Layer& layer) {
+  return {.m = N, .n = layer.O, .k = layer.K, .transpose_b = true, .accumulate = layer.residual, .epilogue = layer.forward};
+}
+GemmKey input_grad(int64_t N, const Layer& layer) { return {.m = N, .n = layer.K, .k = layer.O}; }
+GemmKey weight_grad(int64_t N, const Layer& layer) {
+  return {.m = layer.O, .n = layer.K, .k = N, .transpose_a = true, .float_out = true, .accumulate = true};
+}
+
+// One round of the Newton-Schulz iteration on `batch` matrices (m, n): XXᵀ, A·A + A, B·X + X.
+void add_muon(std::vector<GemmKey>& products, int64_t m, int64_t n, int batch) {
+  const int64_t gram = m * m, matrix = m * n;
+  products.push_back({.m = m,
+                      .n = m,
+                      .k = n,
+                      .transpose_b = true,
+                      .batch = batch,
+                      .stride_a = matrix,
+                      .stride_b = matrix,
+                      .stride_c = gram,
+                      .stride_d = gram});
+  products.push_back({.m = m,
+                      .n = m,
+                      .k = m,
+                      .accumulate = true,
+                      .batch = batch,
+                      .stride_a = gram,
+                      .stride_b = gram,
+                      .stride_c = gram,
+                      .stride_d = gram});
+  products.push_back({.m = m,
+                      .n = n,
+                      .k = m,
+                      .accumulate = true,
+                      .batch = batch,
+                      .stride_a = gram,
+                      .stride_b = matrix,
+                      .stride_c = matrix,
+                      .stride_d = matrix});
+}
+
+class TimingEvent {
+ public:
+  TimingEvent() { cuda_check(cudaEventCreate(&event_), "gemm tuning: event"); }
+  ~TimingEvent() { cudaEventDestroy(event_); }
+  TimingEvent(const TimingEvent&) = delete;
+  TimingEvent& operator=(const TimingEvent&) = delete;
+  void record(cudaStream_t stream) { cuda_check(cudaEventRecord(event_, stream), "gemm tuning: event"); }
+  double ms_since(const TimingEvent& start) const {
+    cuda_check(cudaEventSynchronize(event_), "gemm tuning: a product failed");
+    float ms = 0;
+    cuda_check(cudaEventElapsedTime(&ms, start.event_, event_), "gemm tuning: time");
+    return ms;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// Milliseconds of one product in a run of about `budget_ms`.
+double time_product(cublasLtHandle_t handle, const GemmDescriptors& descriptors, const GemmKey& key,
+                    const cublasLtMatmulAlgo_t& algo, GemmOperands& operands, void* workspace, double budget_ms,
+                    cudaStream_t stream) {
+  const auto launch = [&] { launch_gemm(handle, descriptors, key, algo, operands.next(), workspace, stream); };
+  TimingEvent start, warm, end;
+  launch();
+  start.record(stream);
+  launch();
+  warm.record(stream);
+  const int count = std::clamp(static_cast<int>(budget_ms / std::max(warm.ms_since(start), 1e-3)), 3, 1000);
+  start.record(stream);
+  for (int i = 0; i < count; ++i) launch();
+  end.record(stream);
+  return end.ms_since(start) / count;
+}
+
+const char* text(bool value) { return value ? "true" : "false"; }
+
+}  // namespace
+
+std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
+  const Layer qkv{.K = kC, .O = 3 * kC, .forward = Epilogue::bias, .residual = false};
+  const Layer out{.K = kC, .O = kC, .forward = Epilogue::bias, .residual = true};
+  const Layer up{.K = kC, .O = kF, .forward = Epilogue::bias, .residual = false};
+  const Layer up_gelu{.K = kC, .O = kF, .forward = Epilogue::gelu_aux_bias, .residual = false};
+  const Layer down{.K = kF, .O = kC, .forward = Epilogue::bias, .residual = true};
+  const Layer head{.K = kC, .O = kV, .forward = Epilogue::bias, .residual = false};
+  const Layer head_no_bias{.K = kC, .O = kV, .forward = Epilogue::none, .residual = false};
+  std::vector<GemmKey> products;
+  for (const int64_t N : tokens.empty() ? std::vector<int64_t>{16384, 32768, 65536, 131072, 262144} : tokens) {
+    for (const Layer& layer : {qkv, out, up, down}) {
+      products.push_back(forward(N, layer));
+      products.push_back(input_grad(N, layer));
+      products.push_back(weight_grad(N, layer));
+    }
+    products.push_back(forward(N, up_gelu));
+    GemmKey down_gelu = input_grad(N, down);
+    down_gelu.epilogue = Epilogue::dgelu;
+    products.push_back(down_gelu);
+  }
+  for (const int64_t chunk : {8192, 16384, 32768}) {
+    products.push_back(forward(chunk, head));
+    products.push_back(forward(chunk, head_no_bias));
+    products.push_back(input_grad(chunk, head));
+    products.push_back(weight_grad(chunk, head));
+  }
+  add_muon(products, kC, kC, 48);
+  add_muon(products, kC, kF, 12);
+  add_muon(products, kC, kF, 24);
+  return products;
+}
+
+double gemm_flops(const GemmKey& key) {
+  return 2.0 * static_cast<double>(key.m) * static_cast<double>(key.n) * static_cast<double>(key.k) * key.batch;
+}
+
+struct GemmOperands::Impl {
+  std::vector<BenchBuffer> buffers;
+  std::vector<GemmCuda> sets;
+  size_t current = 0;
+};
+
+GemmOperands::GemmOperands(const GemmKey& key) : impl_(std::make_unique<Impl>()) {
+  constexpr int64_t kRotationBytes = 200 << 20;  // beyond 3 x 60 MB of L2
+  constexpr int64_t kMaxSets = 8;
+  const int64_t batch = key.batch, d_count = key.m * key.n * batch;
+  const int64_t bytes = 2 * (key.m * key.k + key.n * key.k) * batch + (key.float_out ? 4 : 2) * d_count;
+  const int64_t sets = std::clamp<int64_t>((kRotationBytes + bytes - 1) / bytes, 1, kMaxSets);
+  const auto random = [&](int64_t count) { return impl_->buffers.emplace_back(BenchBuffer::normal_bf16(count)).as<bf16>(); };
+  const bf16* bias = epilogue_has_bias(key.epilogue) ? random(key.n) : nullptr;
+  for (int64_t i = 0; i < sets; ++i) {
+    GemmCuda set{.d = nullptr,
+                 .a = random(key.m * key.k * batch),
+                 .b = random(key.n * key.k * batch),
+                 .M = key.m,
+                 .N = key.n,
+                 .K = key.k,
+                 .transpose_a = key.transpose_a,
+                 .transpose_b = key.transpose_b,
+                 .float_out = key.float_out,
+                 .alpha = key.accumulate ? 1e-3f : 1.0f,  // sums over thousands of runs stay finite
+                 .beta = key.accumulate ? 0.5f : 0.0f,
+                 .epilogue = key.epilogue,
+                 .bias = bias,
+                 .aux = epilogue_has_aux(key.epilogue) ? random(d_count) : nullptr,
+                 .batch = key.batch,
+                 .stride_a = key.stride_a,
+                 .stride_b = key.stride_b,
+                 .stride_c = key.stride_c,
+                 .stride_d = key.stride_d};
+    if (key.float_out) {
+      set.d = impl_->buffers.emplace_back(BenchBuffer::normal_f32(d_count)).as<float>();
+    } else {
+      set.d = random(d_count);
+    }
+    if (key.accumulate) set.c = set.d;
+    impl_->sets.push_back(set);
+  }
+}
+
+GemmOperands::~GemmOperands() = default;
+
+const GemmCuda& GemmOperands::next() {
+  impl_->current = (impl_->current + 1) % impl_->sets.size();
+  return impl_->sets[impl_->current];
+}
+
+void tune_gemms(const std::vector<GemmKey>& products, const CudaExec& exec, std::ostream& out) {
+  constexpr int kAsked = 200, kFinalists = 3;
+  constexpr double kFirstMs = 10, kFinalMs = 80;
+  const LtHandle handle = make_lt_handle();
+  const BenchBuffer workspace = BenchBuffer::zeroed(GemmPlans::kWorkspaceBytes);
+  for (const GemmKey& key : products) {
+    const GemmDescriptors descriptors(key);
+    GemmOperands operands(key);
+    struct Candidate {
+      cublasLtMatmulAlgo_t algo;
+      double ms;
+    };
+    std::vector<Candidate> candidates;
+    const auto time = [&](const cublasLtMatmulAlgo_t& algo, double budget_ms) {
+      return time_product(handle.get(), descriptors, key, algo, operands, workspace.as<void>(), budget_ms, exec.stream);
+    };
+    for (const cublasLtMatmulAlgo_t& algo : gemm_candidates(handle.get(), descriptors, kAsked)) {
+      candidates.push_back({algo, time(algo, kFirstMs)});
+    }
+    if (candidates.empty()) {
+      out << "    // " << describe_gemm(key) << ": no algorithm with a fixed order of sums\n";
+      continue;
+    }
+    const cublasLtMatmulAlgo_t heuristic = candidates.front().algo;
+    const size_t tried = candidates.size();
+    std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& x, const Candidate& y) { return x.ms < y.ms; });
+    candidates.resize(std::min<size_t>(kFinalists, tried));
+    for (Candidate& candidate : candidates) candidate.ms = time(candidate.algo, kFinalMs);
+    const double heuristic_ms = time(heuristic, kFinalMs);
+    const Candidate& best =
+        *std::min_element(candidates.begin(), candidates.end(), [](const Candidate& x, const Candidate& y) { return x.ms < y.ms; });
+    const GemmAlgorithm algorithm = describe_algorithm(best.algo);
+    char line[512];
+    std::snprintf(
+        line, sizeof line,
+        "    {.compute_capability = %d, .m = %lld, .n = %lld, .k = %lld, .transpose_a = %s, .transpose_b = %s, .float_out = %s, "
+        ".accumulate = %s, .epilogue = Epilogue::%s, .batch = %d, .algorithm = {.id = %d, .tile = %u, .stages = %u, .swizzle = %u, "
+        ".custom = %u, .inner_shape = %u, .cluster_shape = %u, .split_k = %d}},  // %.4f ms, %.0f TFLOP/s; heuristic %.4f ms; best "
+        "of %zu\n",
+        exec.compute_capability, static_cast<long long>(key.m), static_cast<long long>(key.n), static_cast<long long>(key.k),
+        text(key.transpose_a), text(key.transpose_b), text(key.float_out), text(key.accumulate), epilogue_name(key.epilogue),
+        key.batch, algorithm.id, algorithm.tile, algorithm.stages, algorithm.swizzle, algorithm.custom, algorithm.inner_shape,
+        algorithm.cluster_shape, algorithm.split_k, best.ms, gemm_flops(key) / (best.ms * 1e-3) * 1e-12, heuristic_ms, tried);
+    out << line << std::flush;
+  }
+}
+
+}  // namespace speedrun::kernels

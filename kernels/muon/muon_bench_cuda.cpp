@@ -1,0 +1,85 @@
+#include <algorithm>
+
+#include "kernels/bench/bench.h"
+#include "kernels/muon/muon.h"
+
+namespace speedrun::kernels {
+namespace {
+
+// A batch of matrices with all it needs; the update is launched again and again on the same gradients.
+class MuonBench {
+ public:
+  MuonBench(int batch, int rows, int cols)
+      : elements_(int64_t{rows} * cols),
+        weights_(BenchBuffer::normal_bf16(batch * elements_, 0.02)),
+        lows_(BenchBuffer::normal_bf16(batch * elements_)),
+        momenta_(BenchBuffer::normal_f32(batch * elements_, 0.001)),
+        grads_(BenchBuffer::normal_f32(batch * elements_, 0.001)),
+        x_(BenchBuffer::zeroed(static_cast<size_t>(2 * batch * elements_) * sizeof(bf16))),
+        gram_(BenchBuffer::zeroed(static_cast<size_t>(2 * batch * smaller(rows, cols) * smaller(rows, cols)) * sizeof(bf16))),
+        norms_(BenchBuffer::zeroed(static_cast<size_t>(batch) * kMuonNormParts * sizeof(float))),
+        step_(copy(MuonStep{.lr = 1e-4f, .decay = 1e-6f, .momentum = 0.95f})),
+        verdict_(copy(StepVerdict{})),
+        matrices_(table(batch)),
+        args_{.matrices = matrices_.as<MuonMatrix<bf16>>(),
+              .coefficients = kCoefficients,
+              .x = x_.as<bf16>(),
+              .gram = gram_.as<bf16>(),
+              .norms = norms_.as<float>(),
+              .step = step_.as<MuonStep>(),
+              .verdict = verdict_.as<StepVerdict>(),
+              .batch = batch,
+              .rows = rows,
+              .cols = cols,
+              .iterations = 5,
+              .nesterov = true,
+              .norm_margin = 1,
+              .eps = 1e-7} {}
+
+  BenchCase bench_case(const std::string& name, const CudaExec& exec) const {
+    const double m = static_cast<double>(smaller(args_.rows, args_.cols)), n = std::max(args_.rows, args_.cols);
+    const double flops = args_.batch * args_.iterations * (4 * m * m * n + 2 * m * m * m);
+    return {name, [this, exec] { muon_update(args_, exec); }, flops, 28.0 * static_cast<double>(args_.batch * elements_)};
+  }
+
+ private:
+  static constexpr MuonCoefficients kCoefficients[5] = {{3.4445, -4.7750, 2.0315},
+                                                        {3.4445, -4.7750, 2.0315},
+                                                        {3.4445, -4.7750, 2.0315},
+                                                        {3.4445, -4.7750, 2.0315},
+                                                        {3.4445, -4.7750, 2.0315}};
+
+  static int64_t smaller(int rows, int cols) { return std::min(rows, cols); }
+  template <class T>
+  static BenchBuffer copy(const T& value) {
+    return BenchBuffer::copy_of(&value, sizeof value);
+  }
+  BenchBuffer table(int batch) const {
+    std::vector<MuonMatrix<bf16>> matrices;
+    for (int64_t i = 0; i < batch; ++i) {
+      matrices.push_back({.weight = {.value = weights_.as<bf16>() + i * elements_,
+                                     .low = lows_.as<uint16_t>() + i * elements_,
+                                     .split = MasterSplit::nearest},
+                          .momentum = momenta_.as<float>() + i * elements_,
+                          .grad = grads_.as<float>() + i * elements_});
+    }
+    return BenchBuffer::copy_of(matrices.data(), matrices.size() * sizeof matrices[0]);
+  }
+
+  int64_t elements_;
+  BenchBuffer weights_, lows_, momenta_, grads_, x_, gram_, norms_, step_, verdict_, matrices_;
+  Muon<bf16> args_;
+};
+
+}  // namespace
+
+void bench_muon(const BenchOptions& options, std::ostream& out) {
+  const CudaExec& exec = options.exec;
+  const MuonBench square(48, 768, 768), tall(12, 3072, 768), wide(12, 768, 3072);
+  bench_table("muon, the matrices of 12 layers of width 768, 5 iterations",
+              {bench_copy(size_t{48} * 768 * 768 * sizeof(float), exec), square.bench_case("48 x 768 x 768", exec),
+               tall.bench_case("12 x 3072 x 768", exec), wide.bench_case("12 x 768 x 3072", exec)},
+              exec, options.seconds, out);
+}
+
+}  // namespace speedrun::kernels

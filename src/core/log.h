@@ -1,0 +1,30 @@
+#pragma once
+// What the terminal shows, kept in a file too. One Log per run, passed down; nothing below src/train prints.
+#include <cstdio>
+#include <string>
+
+namespace speedrun {
+
+class Log {
+ public:
+  enum class Terminal { standard_output, standard_error };
+  explicit Log(Terminal terminal = Terminal::standard_output);
+  ~Log();
+  Log(const Log&) = delete;
+  Log& operator=(const Log&) = delete;
+
+  void open(const std::string& path, bool append);  // from now on also into this file; throws Error
+  void line(const std::string& text);               // to the terminal and the file
+  void progress(const std::string& text);  // a line that the next progress line replaces on a terminal; plain lines elsewhere
+  double progress_interval_s() const { return terminal_ ? 0.1 : 5; }  // the least time between two progress lines
+  void warn(const std::string& text) { line("warning: " + text); }
+
+ private:
+  void end_progress();
+  std::FILE* stream_;
+  std::FILE* file_ = nullptr;
+  bool terminal_ = false;
+  size_t progress_width_ = 0;
+};
+
+}  // namespace speedrun

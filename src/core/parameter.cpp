@@ -1,0 +1,131 @@
+#include "src/core/parameter.h"
+
+#include "kernels/base/error.h"
+#include "src/core/file.h"
+#include "src/core/random.h"
+
+namespace speedrun {
+namespace {
+
+// Offsets are multiples of this many elements, so that every parameter is 128-byte aligned in BF16.
+constexpr int64_t kOffsetAlignment = 64;
+
+}  // namespace
+
+const char* group_name(ParameterGroup group) {
+  static constexpr const char* kNames[kNumParameterGroups] = {"embedding", "position", "head", "matrix", "vector"};
+  return kNames[static_cast<int>(group)];
+}
+
+template <class T>
+Parameters<T>::Parameters(std::vector<ParameterSpec> specs, bool with_gradients)
+    : specs_(std::move(specs)), with_gradients_(with_gradients) {
+  for (const ParameterSpec& spec : specs_) {
+    offsets_.push_back(buffer_);
+    total_ += spec.count();
+    buffer_ += (spec.count() + kOffsetAlignment - 1) / kOffsetAlignment * kOffsetAlignment;
+  }
+}
+
+template <class T>
+void Parameters<T>::plan(MemoryPlan& memory) {
+  memory.add("parameters", &values_, buffer_);
+  if constexpr (std::is_same_v<T, bf16>) memory.add("parameters: lower halves of the FP32 masters", &lows_, buffer_);
+  if (with_gradients_) memory.add("gradients", &grads_, buffer_);
+}
+
+template <class T>
+int Parameters<T>::index(const std::string& name) const {
+  for (size_t i = 0; i < specs_.size(); ++i) {
+    if (specs_[i].name == name) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+template <class T>
+kernels::WeightRef<T> Parameters<T>::weight(int index) {
+  const kernels::MasterSplit split = spec(index).split;
+  const bool has_low = lows_ != nullptr && split != kernels::MasterSplit::none;
+  return {value(index), has_low ? lows_ + offset(index) : nullptr, split};
+}
+
+template <class T>
+std::vector<kernels::GradSegment> Parameters<T>::segments() const {
+  std::vector<kernels::GradSegment> result;
+  for (int i = 0; i < size(); ++i) result.push_back({offset(i), spec(i).count()});
+  return result;
+}
+
+template <class T>
+std::vector<Acc<T>> Parameters<T>::read_master(Device& device, int index) {
+  const auto n = static_cast<size_t>(spec(index).count());
+  std::vector<Acc<T>> master(n);
+  if constexpr (std::is_same_v<T, bf16>) {
+    const kernels::WeightRef<T> ref = weight(index);
+    std::vector<bf16> values(n);
+    std::vector<uint16_t> lows(n);
+    device.copy_out(values.data(), ref.value, n * sizeof(bf16));
+    if (ref.low != nullptr) device.copy_out(lows.data(), ref.low, n * sizeof(uint16_t));
+    device.synchronize();
+    for (size_t i = 0; i < n; ++i) master[i] = kernels::join_master(values[i], lows[i], ref.split);
+  } else {
+    device.copy_out(master.data(), value(index), n * sizeof(T));
+  }
+  return master;
+}
+
+template <class T>
+void Parameters<T>::write_master(Device& device, int index, const std::vector<Acc<T>>& master) {
+  const auto n = static_cast<size_t>(spec(index).count());
+  require(master.size() == n, spec(index).name, ": ", master.size(), " values for ", n, " elements");
+  if constexpr (std::is_same_v<T, bf16>) {
+    const kernels::WeightRef<T> ref = weight(index);
+    std::vector<bf16> values(n);
+    std::vector<uint16_t> lows(n);
+    for (size_t i = 0; i < n; ++i) kernels::split_master(master[i], ref.split, values[i], lows[i]);
+    device.copy_in(ref.value, values.data(), n * sizeof(bf16));
+    if (ref.low != nullptr) device.copy_in(ref.low, lows.data(), n * sizeof(uint16_t));
+    device.synchronize();
+  } else {
+    device.copy_in(value(index), master.data(), n * sizeof(T));
+  }
+}
+
+template <class T>
+std::vector<Acc<T>> Parameters<T>::read_grad(Device& device, int index) {
+  std::vector<Acc<T>> result(static_cast<size_t>(spec(index).count()));
+  device.copy_out(result.data(), grad(index), result.size() * sizeof(Acc<T>));
+  device.synchronize();
+  return result;
+}
+
+template <class T>
+void Parameters<T>::initialize(Device& device, uint64_t seed) {
+  for (int p = 0; p < size(); ++p) {
+    const ParameterSpec& row = spec(p);
+    std::vector<Acc<T>> master(static_cast<size_t>(row.count()), static_cast<Acc<T>>(row.init_mean));
+    if (row.init_std != 0) {
+      // The stream is the name's hash: adding a parameter elsewhere leaves the others' values alone.
+      const uint64_t stream = hash_bytes(row.name.data(), row.name.size());
+      for (size_t i = 0; i < master.size(); ++i)
+        master[i] = static_cast<Acc<T>>(row.init_mean + row.init_std * random_normal(seed, stream, i));
+    }
+    write_master(device, p, master);
+  }
+}
+
+template <class T>
+uint64_t Parameters<T>::hash(Device& device) {
+  uint64_t result = 0;
+  for (int p = 0; p < size(); ++p) {
+    const std::vector<Acc<T>> master = read_master(device, p);
+    result = hash_bytes(master.data(), master.size() * sizeof(Acc<T>), result);
+  }
+  return result;
+}
+
+template class Parameters<float>;
+template class Parameters<double>;
+template class Parameters<bf16>;
+
+}  // namespace speedrun

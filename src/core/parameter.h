@@ -1,0 +1,87 @@
+#pragma once
+// The parameter table: each trained tensor exists once, as a row that drives initialisation, optimizer, checkpoint and logging. The
+// model fills the table (src/model), the optimizer reads it; neither knows the other.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/base/dtype.h"
+#include "kernels/base/weight.h"
+#include "kernels/grad_stats/grad_stats.h"
+#include "src/core/device.h"
+#include "src/core/memory_plan.h"
+
+namespace speedrun {
+
+enum class ParameterGroup : int { embedding, position, head, matrix, vector };
+inline constexpr int kNumParameterGroups = 5;
+const char* group_name(ParameterGroup group);
+
+struct ParameterSpec {
+  std::string name;            // "h.0.attn.qkv.weight"
+  std::vector<int64_t> shape;  // row-major; (rows, cols) for matrices, rows = output features
+  ParameterGroup group = ParameterGroup::vector;
+  kernels::MasterSplit split = kernels::MasterSplit::nearest;
+  double init_std = 0;  // N(0, init_std²) around
+  double init_mean = 0;
+  int matrices = 1;  // Muon treats the rows as this many matrices of equal size (q, k, v of one tensor)
+
+  int64_t count() const {
+    int64_t n = 1;
+    for (const int64_t extent : shape) n *= extent;
+    return n;
+  }
+};
+
+// Values, masters and gradients of all parameters, each kind in one buffer at the same offsets.
+template <class T>
+class Parameters {
+ public:
+  explicit Parameters(std::vector<ParameterSpec> specs, bool with_gradients = true);
+  Parameters(const Parameters&) = delete;
+  Parameters& operator=(const Parameters&) = delete;
+
+  void plan(MemoryPlan& memory);
+
+  int size() const { return static_cast<int>(specs_.size()); }
+  const ParameterSpec& spec(int index) const { return specs_[static_cast<size_t>(index)]; }
+  int index(const std::string& name) const;       // -1 if there is none
+  int64_t total_count() const { return total_; }  // sum of counts, without padding
+  int64_t buffer_count() const { return buffer_; }
+  int64_t offset(int index) const { return offsets_[static_cast<size_t>(index)]; }
+
+  T* value(int index) { return values_ + offset(index); }
+  Acc<T>* grad(int index) { return grads_ == nullptr ? nullptr : grads_ + offset(index); }
+  T* value(const std::string& name) { return name_or_null(values_, name); }
+  Acc<T>* grad(const std::string& name) { return grads_ == nullptr ? nullptr : name_or_null(grads_, name); }
+  Acc<T>* grads() { return grads_; }
+  kernels::WeightRef<T> weight(int index);
+  std::vector<kernels::GradSegment> segments() const;
+
+  // Master values (FP32, or FP64 for double) of one parameter, through the host; synchronous.
+  std::vector<Acc<T>> read_master(Device& device, int index);
+  void write_master(Device& device, int index, const std::vector<Acc<T>>& master);
+  std::vector<Acc<T>> read_grad(Device& device, int index);
+
+  // Draws every parameter from its row: value (seed, index of the parameter, index of the element) alone.
+  void initialize(Device& device, uint64_t seed);
+
+  uint64_t hash(Device& device);  // of all values and masters
+
+ private:
+  template <class U>
+  U* name_or_null(U* buffer, const std::string& name) {
+    const int i = index(name);
+    return i < 0 ? nullptr : buffer + offset(i);
+  }
+
+  std::vector<ParameterSpec> specs_;
+  std::vector<int64_t> offsets_;
+  int64_t total_ = 0, buffer_ = 0;
+  bool with_gradients_;
+  T* values_ = nullptr;
+  uint16_t* lows_ = nullptr;  // CUDA only
+  Acc<T>* grads_ = nullptr;
+};
+
+}  // namespace speedrun

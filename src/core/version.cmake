@@ -1,0 +1,15 @@
+# Writes OUTPUT, a header with the version, the commit (with a mark if the tree has changes) and the GPU architectures of this build.
+execute_process(COMMAND git -C ${SOURCE_DIR} describe --always --dirty --abbrev=10 --exclude=*
+  OUTPUT_VARIABLE commit OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE status)
+if(NOT status EQUAL 0)
+  set(commit "unknown")
+endif()
+string(REPLACE ";" " " architectures "${ARCHITECTURES}")
+set(text "#pragma once\nnamespace speedrun {\ninline constexpr char kVersion[] = \"${VERSION}\";\ninline constexpr char kCommit[] = \"${commit}\";\ninline constexpr char kArchitectures[] = \"${architectures}\";\n}  // namespace speedrun\n")
+set(old "")
+if(EXISTS ${OUTPUT})
+  file(READ ${OUTPUT} old)
+endif()
+if(NOT old STREQUAL text)
+  file(WRITE ${OUTPUT} "${text}")
+endif()

@@ -1,0 +1,258 @@
+#include "src/train/checkpoint.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "fmt/format.h"
+#include "kernels/base/error.h"
+#include "src/core/file.h"
+
+namespace speedrun {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "checkpoints are little-endian");
+
+using Json = nlohmann::ordered_json;
+
+constexpr char kMagic[17] = "speedrun ckpt 1\n";
+constexpr size_t kPrefixBytes = 16 + 8 + 8;
+constexpr size_t kAlignment = 64;
+constexpr uint64_t kLargestHeader = 1u << 28;
+
+size_t align(size_t offset) { return (offset + kAlignment - 1) / kAlignment * kAlignment; }
+
+std::string hex(uint64_t value) { return fmt::format("{:016x}", value); }
+
+[[noreturn]] void damaged(const std::filesystem::path& path, const std::string& what) {
+  throw InputError(fmt::format("{}: damaged checkpoint: {}; use an older one of the run, or --resume RUN, which does so itself",
+                               path.string(), what));
+}
+
+Json number_or_null(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+double number_of(const Json& value) { return value.is_null() ? std::nan("") : value.get<double>(); }
+
+Json meta_json(const CheckpointMeta& meta) {
+  return {{"step", meta.step},
+          {"reader", {{"epoch", meta.reader.epoch}, {"shard", meta.reader.shard}, {"position", meta.reader.position}}},
+          {"clock_s", meta.clock_s},
+          {"last_val_loss", number_or_null(meta.last_val_loss)},
+          {"has_val_loss", meta.has_val_loss},
+          {"reached_step", meta.reached_step},
+          {"reached_clock_s", meta.reached_clock_s},
+          {"reached_loss", meta.reached_loss},
+          {"joules", meta.joules},
+          {"config", meta.config},
+          {"shards_hash", meta.shards_hash}};
+}
+
+CheckpointMeta meta_of(const Json& json) {
+  CheckpointMeta meta;
+  meta.step = json.at("step").get<int>();
+  const Json& reader = json.at("reader");
+  meta.reader = {reader.at("epoch").get<int64_t>(), reader.at("shard").get<int64_t>(), reader.at("position").get<int64_t>()};
+  const auto clocks = json.at("clock_s").get<std::vector<double>>();
+  if (clocks.size() != std::size(meta.clock_s)) throw std::out_of_range("clock_s");
+  std::copy(clocks.begin(), clocks.end(), meta.clock_s);
+  meta.last_val_loss = number_of(json.at("last_val_loss"));
+  meta.has_val_loss = json.at("has_val_loss").get<bool>();
+  meta.reached_step = json.at("reached_step").get<int>();
+  meta.reached_clock_s = json.at("reached_clock_s").get<double>();
+  meta.reached_loss = json.at("reached_loss").get<double>();
+  meta.joules = json.at("joules").get<double>();
+  meta.config = json.at("config").get<std::string>();
+  meta.shards_hash = json.at("shards_hash").get<std::string>();
+  return meta;
+}
+
+struct Section {
+  std::string name, dtype, hash;
+  std::vector<int64_t> shape;
+  uint64_t offset = 0, bytes = 0;
+};
+
+struct Header {
+  CheckpointMeta meta;
+  std::vector<Section> sections;
+};
+
+// An open checkpoint whose header has been verified.
+class CheckpointFile {
+ public:
+  explicit CheckpointFile(const std::filesystem::path& path) : path_(path), file_(path, std::ios::binary) {
+    std::error_code error;
+    size_ = std::filesystem::file_size(path, error);
+    if (error || !file_) throw InputError(path.string() + ": cannot be read: " + (error ? error.message() : "open failed"));
+    char prefix[kPrefixBytes];
+    if (size_ < kPrefixBytes || !file_.read(prefix, sizeof prefix)) damaged(path, fmt::format("only {} bytes", size_));
+    if (std::memcmp(prefix, kMagic, 16) != 0)
+      throw InputError(path.string() + ": not a speedrun checkpoint (its first 16 bytes are not \"speedrun ckpt 1\\n\")");
+    uint64_t header_bytes = 0, header_hash = 0;
+    std::memcpy(&header_bytes, prefix + 16, 8);
+    std::memcpy(&header_hash, prefix + 24, 8);
+    if (header_bytes > size_ - kPrefixBytes || header_bytes > kLargestHeader)
+      damaged(path, fmt::format("header of {} bytes in a file of {}", header_bytes, size_));
+    std::string text(header_bytes, '\0');
+    if (!file_.read(text.data(), static_cast<std::streamsize>(header_bytes))) damaged(path, "header cannot be read");
+    if (hash_bytes(text.data(), text.size()) != header_hash) damaged(path, "checksum of the header does not match");
+    try {
+      const Json json = Json::parse(text);
+      header_.meta = meta_of(json.at("meta"));
+      for (const Json& row : json.at("sections")) {
+        header_.sections.push_back({row.at("name").get<std::string>(), row.at("dtype").get<std::string>(),
+                                    row.at("hash").get<std::string>(), row.at("shape").get<std::vector<int64_t>>(),
+                                    std::stoull(row.at("offset").get<std::string>()), row.at("bytes").get<uint64_t>()});
+      }
+    } catch (const std::exception& reason) {
+      damaged(path, std::string("header: ") + reason.what());
+    }
+    for (const Section& section : header_.sections) {
+      if (section.offset > size_ || section.bytes > size_ - section.offset) {
+        damaged(path,
+                fmt::format("section {} ends at byte {}, the file holds {}", section.name, section.offset + section.bytes, size_));
+      }
+    }
+  }
+
+  const Header& header() const { return header_; }
+
+  std::vector<std::byte> read(const Section& section) {
+    std::vector<std::byte> bytes(section.bytes);
+    file_.clear();
+    file_.seekg(static_cast<std::streamoff>(section.offset));
+    if (!file_.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size())))
+      damaged(path_, "section " + section.name + " cannot be read");
+    if (hex(hash_bytes(bytes.data(), bytes.size())) != section.hash)
+      damaged(path_, "checksum of section " + section.name + " does not match");
+    return bytes;
+  }
+
+ private:
+  std::filesystem::path path_;
+  std::ifstream file_;
+  uint64_t size_ = 0;
+  Header header_;
+};
+
+// (step, path) of every checkpoint of a run, newest first.
+std::vector<std::pair<int, std::filesystem::path>> list_checkpoints(const std::filesystem::path& run) {
+  std::vector<std::pair<int, std::filesystem::path>> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(run / "checkpoints", error)) {
+    int step = 0, used = 0;
+    const std::string name = entry.path().filename().string();
+    if (std::sscanf(name.c_str(), "step_%d.ckpt%n", &step, &used) == 1 && used == static_cast<int>(name.size()))
+      found.emplace_back(step, entry.path());
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  return found;
+}
+
+}  // namespace
+
+std::filesystem::path checkpoint_path(const std::filesystem::path& run, int step) {
+  return run / "checkpoints" / fmt::format("step_{:06}.ckpt", step);
+}
+
+void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& meta, const std::vector<StateEntry>& state) {
+  std::filesystem::create_directories(path.parent_path());
+  // Hashes and offsets have a fixed width, so the header's size is known before the sections are read: one pass, one section in
+  // memory at a time.
+  const auto header_text = [&](const std::vector<Section>& sections) {
+    Json rows = Json::array();
+    for (const Section& s : sections)
+      rows.push_back({{"name", s.name},
+                      {"dtype", s.dtype},
+                      {"shape", s.shape},
+                      {"offset", fmt::format("{:020}", s.offset)},
+                      {"bytes", s.bytes},
+                      {"hash", s.hash}});
+    return Json{{"meta", meta_json(meta)}, {"sections", rows}}.dump();
+  };
+  std::vector<Section> sections;
+  for (const StateEntry& entry : state) {
+    uint64_t bytes = dtype_size(entry.dtype);
+    for (const int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
+    sections.push_back({entry.name, dtype_name(entry.dtype), hex(0), entry.shape, 0, bytes});
+  }
+  size_t offset = align(kPrefixBytes + header_text(sections).size());
+  for (Section& section : sections) {
+    section.offset = offset;
+    offset = align(offset + section.bytes);
+  }
+  AtomicFile file(path.string());
+  for (size_t i = 0; i < state.size(); ++i) {
+    const std::vector<std::byte> bytes = state[i].read();
+    require(bytes.size() == sections[i].bytes, "internal: section ", sections[i].name, " has ", bytes.size(), " bytes, expected ",
+            sections[i].bytes);
+    sections[i].hash = hex(hash_bytes(bytes.data(), bytes.size()));
+    file.write_at(sections[i].offset, bytes.data(), bytes.size());
+  }
+  const std::string header = header_text(sections);
+  const uint64_t numbers[2] = {header.size(), hash_bytes(header.data(), header.size())};
+  file.write_at(0, kMagic, 16);
+  file.write_at(16, numbers, sizeof numbers);
+  file.write_at(kPrefixBytes, header.data(), header.size());
+  file.commit();
+}
+
+CheckpointMeta read_checkpoint_meta(const std::filesystem::path& path) { return CheckpointFile(path).header().meta; }
+
+void verify_checkpoint(const std::filesystem::path& path) {
+  CheckpointFile file(path);
+  for (const Section& section : file.header().sections) file.read(section);
+}
+
+CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only) {
+  CheckpointFile file(path);
+  std::map<std::string, const Section*> by_name;
+  for (const Section& section : file.header().sections) by_name[section.name] = &section;
+  // Everything is checked before anything is changed.
+  for (const StateEntry& entry : state) {
+    const auto found = by_name.find(entry.name);
+    if (found == by_name.end())
+      throw InputError(fmt::format("{}: holds no {}: the checkpoint is of another model or optimizer", path.string(), entry.name));
+    const Section& section = *found->second;
+    if (section.dtype != dtype_name(entry.dtype) || section.shape != entry.shape) {
+      throw InputError(fmt::format("{}: {} is {} [{}] there, {} [{}] here: the checkpoint is of another model, optimizer or device",
+                                   path.string(), entry.name, section.dtype, fmt::join(section.shape, ", "),
+                                   dtype_name(entry.dtype), fmt::join(entry.shape, ", ")));
+    }
+  }
+  if (!parameters_only && by_name.size() != state.size()) {
+    for (const StateEntry& entry : state) by_name.erase(entry.name);
+    throw InputError(fmt::format("{}: holds {}, which this run does not have: the checkpoint is of another model or optimizer",
+                                 path.string(), by_name.begin()->first));
+  }
+  if (!parameters_only) verify_checkpoint(path);
+  for (const StateEntry& entry : state) entry.write(file.read(*by_name.at(entry.name)));
+  return file.header().meta;
+}
+
+std::optional<std::filesystem::path> newest_good_checkpoint(const std::filesystem::path& run,
+                                                            const std::function<void(const std::string&)>& warn) {
+  for (const auto& [step, path] : list_checkpoints(run)) {
+    try {
+      verify_checkpoint(path);
+      return path;
+    } catch (const InputError& error) {
+      warn(std::string(error.what()));
+    }
+  }
+  return std::nullopt;
+}
+
+void prune_checkpoints(const std::filesystem::path& run, int keep) {
+  const auto all = list_checkpoints(run);
+  std::error_code ignored;
+  for (size_t i = static_cast<size_t>(std::max(keep, 1)); i < all.size(); ++i) std::filesystem::remove(all[i].second, ignored);
+  for (const auto& entry : std::filesystem::directory_iterator(run / "checkpoints", ignored)) {
+    if (entry.path().extension() == ".tmp") std::filesystem::remove(entry.path(), ignored);
+  }
+}
+
+}  // namespace speedrun

@@ -1,0 +1,20 @@
+#pragma once
+// From the config to the readers of a run.
+#include <memory>
+#include <vector>
+
+#include "src/config/config.h"
+#include "src/data/reader.h"
+#include "src/data/validation_reader.h"
+
+namespace speedrun {
+
+ReaderOptions train_reader_options(const Config& config);  // opens and checks every train shard
+std::unique_ptr<Reader> make_train_reader(const Config& config, ReaderOptions options);
+ValidationReader make_validation_reader(const Config& config);
+
+int64_t row_tokens(const Config& config);  // length of a row: T, or n of the documents reader
+StepShape step_shape(const Config& config, int step);
+std::vector<StepRun> step_runs(const Config& config);  // the whole schedule
+
+}  // namespace speedrun

@@ -1,0 +1,80 @@
+#pragma once
+// Model, optimizer and device of a run behind one face that does not depend on the activation type: the training loop, evaluation,
+// checkpoints and sampling talk to it. A step allocates nothing and waits for nothing: batches go through a ring of staging
+// buffers, forward/backward and optimizer are graphs, and a step's loss comes back some steps later.
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/config/config.h"
+#include "src/core/device.h"
+#include "src/core/memory_plan.h"
+#include "src/data/reader.h"
+#include "src/optim/schedule.h"
+
+namespace speedrun {
+
+struct StepResult {
+  int step = 0;            // index of the update
+  double loss = 0;         // mean over the step's tokens, nats
+  double grad_norm = 0;    // before clipping
+  bool finite = true;      // false: this step and all later ones left the weights alone
+  std::string bad_tensor;  // then: "loss" or the first parameter whose gradient is not finite
+};
+
+// A tensor of the run's state in host memory, for checkpoints. Parameters appear as FP32 masters, whatever their form on the
+// device, so that a checkpoint made on a GPU can be evaluated on a CPU.
+struct StateEntry {
+  std::string name;  // "parameter/wte", "adam.m/wte", …
+  DType dtype;
+  std::vector<int64_t> shape;
+  std::function<std::vector<std::byte>()> read;              // synchronous
+  std::function<void(const std::vector<std::byte>&)> write;  // synchronous; the size has been checked
+};
+
+struct EngineOptions {
+  int64_t micro_batch_tokens = 0;  // of one forward/backward; 0: chosen here
+  int64_t row_tokens = 0;
+  bool training = true;  // false: evaluation and sampling alone
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  virtual const MemoryPlan& memory_plan() const = 0;
+  virtual int64_t micro_batch_tokens() const = 0;
+  virtual int64_t parameter_count() const = 0;
+
+  // Builds every graph the schedule needs and runs everything once on zeros, then zeroes all state. Before it nothing else may be
+  // called, after it the weights are to be set.
+  virtual void warm_up() = 0;
+  virtual void initialize(uint64_t seed) = 0;
+
+  // One training step: enqueued, not waited for. rows.num_rows · rows.row_tokens is a multiple of the micro-batch.
+  virtual void submit_step(int step, const StepRows& rows) = 0;
+  // Results in order. poll: the next one if it has arrived; wait: the next one that was submitted.
+  virtual std::optional<StepResult> poll_result() = 0;
+  virtual std::optional<StepResult> wait_result() = 0;
+
+  // Loss alone: adds the first `num_tokens` of the rows to a sum in double; any number of rows.
+  virtual void evaluate_rows(const StepRows& rows) = 0;
+  virtual double take_evaluation_sum() = 0;                           // synchronous; resets it
+  virtual std::vector<float> token_losses(const StepRows& rows) = 0;  // synchronous, (rows, row_tokens)
+  // Capped logits after the last of `tokens` (at most a row), synchronous.
+  virtual std::vector<float> next_logits(const std::vector<int32_t>& tokens) = 0;
+
+  virtual std::vector<StateEntry> state() = 0;
+  // Gradients of one step's rows without an update, summed as the optimizer would see them; for comparisons with other programs.
+  virtual std::vector<StateEntry> gradients(const StepRows& rows, double* loss) = 0;
+  virtual uint64_t weights_hash() = 0;
+  virtual std::vector<std::string> notes() const = 0;  // for the log, after warm_up: products without a tuned algorithm
+};
+
+// Plans memory (refusing what does not fit), allocates, binds. `config` is complete and valid.
+std::unique_ptr<Engine> make_engine(const Config& config, Device& device, const EngineOptions& options);
+
+}  // namespace speedrun

@@ -1,0 +1,47 @@
+#include "src/train/saved_model.h"
+
+#include <algorithm>
+
+#include "fmt/format.h"
+#include "kernels/base/error.h"
+#include "src/config/config_io.h"
+#include "src/train/checkpoint.h"
+#include "src/train/data_setup.h"
+#include "src/train/device_choice.h"
+
+namespace speedrun {
+namespace {
+
+// Tokens of an evaluation micro-batch: whole rows, enough to keep the device busy, never more than the evaluation has.
+int64_t evaluation_tokens(const Config& config, bool cuda) {
+  const int64_t row = row_tokens(config), wanted = cuda ? 65536 : 4096;
+  const int64_t rows = std::clamp<int64_t>(wanted / row, 1, std::max<int64_t>(config.eval.tokens / row, 1));
+  return rows * row;
+}
+
+}  // namespace
+
+SavedModel open_saved_model(const std::filesystem::path& path, const std::vector<std::string>& overrides, SavedModelUse use,
+                            Log& log) {
+  std::filesystem::path file = path;
+  if (std::filesystem::is_directory(path)) {
+    const auto newest = newest_good_checkpoint(path, [&](const std::string& text) { log.warn(text); });
+    if (!newest) throw InputError(path.string() + ": holds no good checkpoint");
+    file = *newest;
+  } else if (!std::filesystem::exists(path)) {
+    throw InputError(path.string() + ": no such run or checkpoint");
+  }
+  SavedModel model;
+  const CheckpointMeta meta = read_checkpoint_meta(file);
+  model.config = parse_config(meta.config, file.string(), std::filesystem::current_path(), overrides);
+  model.step = meta.step;
+  model.device = choose_device(model.config, log);
+  const int64_t row = row_tokens(model.config);
+  const int64_t tokens = use == SavedModelUse::generation ? row : evaluation_tokens(model.config, model.device->is_cuda());
+  model.engine = make_engine(model.config, *model.device, {.micro_batch_tokens = tokens, .row_tokens = row, .training = false});
+  model.engine->warm_up();
+  load_checkpoint(file, model.engine->state(), true);
+  return model;
+}
+
+}  // namespace speedrun

@@ -1,0 +1,28 @@
+#pragma once
+// A trained model from a run's folder or a checkpoint file, ready to evaluate or to write.
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/config/config.h"
+#include "src/core/device.h"
+#include "src/core/log.h"
+#include "src/train/engine.h"
+
+namespace speedrun {
+
+enum class SavedModelUse { evaluation, generation };  // generation: a micro-batch is one row
+
+struct SavedModel {
+  Config config;  // the run's, with the overrides
+  int step = 0;   // completed updates
+  std::unique_ptr<Device> device;
+  std::unique_ptr<Engine> engine;  // without gradients or optimizer
+};
+
+// `path`: a run's folder (its newest good checkpoint) or a checkpoint. Throws InputError naming what is missing or damaged.
+SavedModel open_saved_model(const std::filesystem::path& path, const std::vector<std::string>& overrides, SavedModelUse use,
+                            Log& log);
+
+}  // namespace speedrun

@@ -1,0 +1,97 @@
+#pragma once
+// A tiny run in a temporary folder, for the tests of this folder: shards, config, folder, all removed afterwards.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "src/config/config_io.h"
+#include "src/core/file.h"
+#include "src/core/log.h"
+#include "src/core/random.h"
+#include "src/data/token_shard.h"
+#include "src/train/trainer.h"
+
+namespace speedrun {
+
+class TestFolder {
+ public:
+  TestFolder() {
+    const ::testing::TestInfo* info = ::testing::UnitTest::GetInstance()->current_test_info();
+    path_ = std::filesystem::temp_directory_path() / ("speedrun_" + std::string(info->test_suite_name()) + "_" + info->name() + "_" + std::to_string(getpid()));
+    std::filesystem::remove_all(path_);
+    std::filesystem::create_directories(path_);
+  }
+  ~TestFolder() { std::filesystem::remove_all(path_); }
+  TestFolder(const TestFolder&) = delete;
+  TestFolder& operator=(const TestFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+constexpr int kTestVocabulary = 300;
+
+// Text with structure to learn: each id is mostly its predecessor plus 1 or plus 2.
+inline void write_test_shard(const std::filesystem::path& path, int64_t tokens, uint64_t seed) {
+  std::vector<uint16_t> ids(static_cast<size_t>(tokens));
+  uint32_t id = 0;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const uint32_t draw = philox(seed, 1, i)[0];
+    id = draw % 16 == 0 ? philox(seed, 2, i)[0] % 40 : (id + 1 + draw % 2) % 40;
+    ids[i] = static_cast<uint16_t>(i % 97 == 0 ? kTestVocabulary - 1 : id);
+  }
+  write_shard(path.string(), ids);
+}
+
+// A config of a two-layer model in `folder`, with its shards. `extra` is merged over it.
+inline std::filesystem::path write_test_config(const std::filesystem::path& folder, const nlohmann::json& extra = nlohmann::json::object()) {
+  write_test_shard(folder / "train_0.bin", 5000, 1);
+  write_test_shard(folder / "train_1.bin", 5000, 2);
+  write_test_shard(folder / "val_0.bin", 2000, 3);
+  nlohmann::json config = {
+      {"model",
+       {{"vocab_size", kTestVocabulary}, {"vocab_padding", 16}, {"num_layers", 2}, {"width", 16}, {"num_heads", 2}, {"mlp_hidden", 32}, {"max_positions", 32}}},
+      {"data", {{"train", "train_*.bin"}, {"val", "val_*.bin"}}},
+      {"train", {{"batch_tokens", 256}, {"micro_batch_tokens", 128}, {"seq_len", 32}, {"device", "cpu"}, {"threads", 2}, {"target_loss", 0.1}}},
+      {"eval", {{"every", 10}, {"tokens", 512}}},
+      {"checkpoint", {{"every", 7}, {"keep", 10}}},
+      {"run", {{"dir", (folder / "runs").string()}, {"name", "r"}}},
+      {"optim", {{"matrix", {{"lr", 0.01}}}, {"embedding", {{"lr", 0.01}}}}},
+      {"schedule", {{"steps", 20}}}};
+  config.merge_patch(extra);
+  const std::filesystem::path path = folder / "test.json";
+  std::ofstream(path) << config.dump(2);
+  return path;
+}
+
+// An Optimization Track model at the same size: Muon, RMS norms, rotary, untied head, sum reduction.
+inline nlohmann::json optimization_track_patch() {
+  return {{"model",
+           {{"norm", "rmsnorm"},
+            {"norm_eps", 0x1p-23},
+            {"embedding_norm", true},
+            {"positions", "rotary"},
+            {"qk_norm", true},
+            {"attention_scale", 0.3},
+            {"activation", "relu2"},
+            {"tied_head", false},
+            {"head_bias", true},
+            {"softcap", "rational"},
+            {"init", "zero_projections"}}},
+          {"train", {{"reduction", "sum"}}},
+          {"optim", {{"matrix", {{"optimizer", "muon"}, {"lr", 0.02}}}}}};
+}
+
+inline std::vector<nlohmann::json> read_metrics(const std::filesystem::path& run) {
+  std::vector<nlohmann::json> lines;
+  std::ifstream file(run / "metrics.jsonl");
+  for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+}  // namespace speedrun

@@ -1,0 +1,373 @@
+#include "src/train/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "fmt/format.h"
+#include "src/config/config_io.h"
+#include "src/core/device.h"
+#include "src/data/sufficiency.h"
+#include "src/model/gpt.h"
+#include "src/model/parameter_table.h"
+#include "src/optim/schedule.h"
+#include "src/train/checkpoint.h"
+#include "src/train/clock.h"
+#include "src/train/data_setup.h"
+#include "src/train/device_choice.h"
+#include "src/train/engine.h"
+#include "src/train/evaluate.h"
+#include "src/train/run_folder.h"
+#include "src/train/run_record.h"
+#include "src/train/stop_signal.h"
+#include "src/train/weights_file.h"
+
+namespace speedrun {
+namespace {
+
+std::string duration(double seconds) {
+  if (seconds < 60) return fmt::format("{:.1f} s", seconds);
+  const auto whole = static_cast<long>(std::lround(seconds));
+  if (whole < 3600) return fmt::format("{}:{:02} min", whole / 60, whole % 60);
+  return fmt::format("{}:{:02} h", whole / 3600, whole / 60 % 60);
+}
+
+std::string rate(double tokens_per_s) {
+  if (tokens_per_s >= 1e6) return fmt::format("{:.2f} M tok/s", tokens_per_s * 1e-6);
+  return fmt::format("{:.1f} k tok/s", tokens_per_s * 1e-3);
+}
+
+class Trainer {
+ public:
+  Trainer(const TrainOptions& options, Log& log) : options_(options), config_(options.config), log_(log) {}
+
+  int run();
+
+ private:
+  void open_data();
+  void build_engine();
+  void start_or_resume();
+  bool loop();  // false: stopped before the last step
+  void submit(int step);
+  void take(const StepResult& result);
+  void drain();
+  void validate(int completed);
+  void save(int completed);
+  void enter(Phase phase);
+  void announce();
+  void write_gradients();
+  int finish();
+
+  const TrainOptions& options_;
+  Config config_;
+  Log& log_;
+  PhaseClock clock_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Reader> reader_;
+  std::optional<ValidationReader> validation_;
+  ShardList train_shards_, val_shards_;
+  std::unique_ptr<Engine> engine_;
+  std::optional<RunFolder> folder_;
+  std::optional<MetricsFile> metrics_;
+  RunRecord record_;
+  StepRows rows_;
+  int first_step_ = 0, completed_ = 0, steps_ = 0;
+  int saved_ = -1;  // completed updates of the newest checkpoint
+  double flops_per_token_ = 0;
+  double joules_mark_ = -1;  // energy counter when the training clock started; -1: not running or not measured
+  double progress_at_ = -1;  // wall seconds of the last progress line
+  double speed_clock_ = 0;   // where the current speed window began: clock, tokens
+  int64_t speed_tokens_ = 0, tokens_done_ = 0;
+  double tokens_per_s_ = 0;
+  std::string failure_;  // a non-finite step
+};
+
+// Every switch waits for the device and reads the energy counter, so that time and joules are charged to the phase that spent them.
+void Trainer::enter(Phase phase) {
+  device_->synchronize();
+  const std::optional<double> joules = device_->energy_joules();
+  if (joules && joules_mark_ >= 0) record_.joules += *joules - joules_mark_;
+  clock_.enter(phase);
+  joules_mark_ = joules && phase == Phase::training ? *joules : -1;
+}
+
+void Trainer::open_data() {
+  ReaderOptions reader_options = train_reader_options(config_);
+  train_shards_ = reader_options.shards;
+  log_.line(fmt::format("train data: {} shards, {} tokens, hash {:016x}", train_shards_.shards.size(), train_shards_.total_tokens,
+                        train_shards_.hash));
+  for (const ShardInfo& shard : train_shards_.shards) log_.line(fmt::format("  {}  {} tokens", shard.path, shard.num_tokens));
+  const Sufficiency sufficiency = check_sufficient(
+      config_.data.reader == ReaderKind::rows ? ReaderRule::rows : ReaderRule::documents, reader_options, step_runs(config_));
+  if (!sufficiency.sufficient) throw InputError(sufficiency.message);
+  log_.line(sufficiency.message);
+  validation_ = make_validation_reader(config_);
+  val_shards_ = list_shards(config_.data.val);
+  log_.line(
+      fmt::format("validation data: {} shards, the first {} tokens are used", validation_->files().size(), config_.eval.tokens));
+  reader_ = make_train_reader(config_, std::move(reader_options));
+}
+
+void Trainer::build_engine() {
+  device_ = choose_device(config_, log_);
+  engine_ =
+      make_engine(config_, *device_,
+                  {.micro_batch_tokens = config_.train.micro_batch_tokens, .row_tokens = row_tokens(config_), .training = true});
+  log_.line(fmt::format("model: {:.1f} M parameters; {} tokens a step in {} micro-batches of {} tokens",
+                        static_cast<double>(engine_->parameter_count()) * 1e-6, config_.train.batch_tokens,
+                        config_.train.batch_tokens / engine_->micro_batch_tokens(), engine_->micro_batch_tokens()));
+  log_.line("memory plan:\n" + engine_->memory_plan().table());
+  record_.parameters = engine_->parameter_count();
+}
+
+void Trainer::start_or_resume() {
+  enter(Phase::warmup);
+  engine_->warm_up();
+  enter(Phase::startup);
+  if (!options_.resume) {
+    engine_->initialize(config_.train.seed);
+    if (!config_.train.init_weights.empty()) load_weights(config_.train.init_weights, engine_->state());
+    return;
+  }
+  const auto checkpoint = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
+  if (!checkpoint) throw InputError(folder_->path().string() + ": holds no good checkpoint to resume from; start the run anew");
+  const CheckpointMeta meta = load_checkpoint(*checkpoint, engine_->state(), false);
+  if (meta.shards_hash != fmt::format("{:016x}", train_shards_.hash)) {
+    throw InputError(fmt::format("{}: was trained on other shards (hash {}, data.train has {:016x}): resume with the same data",
+                                 checkpoint->string(), meta.shards_hash, train_shards_.hash));
+  }
+  if (meta.step > steps_)
+    throw InputError(fmt::format("{}: has {} steps done, the schedule has {}: raise schedule.steps to go on", checkpoint->string(),
+                                 meta.step, steps_));
+  reader_->restore(meta.reader);
+  first_step_ = completed_ = saved_ = meta.step;
+  for (int p = 0; p < kNumPhases; ++p) clock_.add(static_cast<Phase>(p), meta.clock_s[p]);
+  if (meta.has_val_loss) record_.val_loss = meta.last_val_loss;
+  if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
+  record_.joules = meta.joules;
+  tokens_done_ = static_cast<int64_t>(meta.step) * config_.train.batch_tokens;
+  folder_->trim_metrics(first_step_);
+  log_.line(fmt::format("resumed from {} after {} steps, clock {}", checkpoint->string(), meta.step,
+                        duration(clock_.seconds(Phase::training))));
+}
+
+void Trainer::submit(int step) {
+  reader_->next(step_shape(config_, step), 0, 1, rows_);
+  if (flops_per_token_ == 0) {
+    std::vector<double> attended;
+    for (const int64_t window : layer_windows(config_.model)) {
+      double sum = 0;
+      for (int64_t row = 0; row < rows_.num_rows; ++row)
+        sum += mean_attended(rows_.doc_start.data() + row * rows_.row_tokens, rows_.row_tokens, window);
+      attended.push_back(sum / static_cast<double>(rows_.num_rows));
+    }
+    flops_per_token_ = flops_per_token(config_.model, attended);
+  }
+  engine_->submit_step(step, rows_);
+}
+
+void Trainer::take(const StepResult& result) {
+  if (!result.finite) {
+    failure_ =
+        fmt::format("step {}: {} is not finite; the weights were left as they were before it", result.step, result.bad_tensor);
+    metrics_->write(
+        {{"step", result.step}, {"loss", result.loss}, {"grad_norm", result.grad_norm}, {"bad_tensor", result.bad_tensor}});
+    return;
+  }
+  completed_ = result.step + 1;
+  tokens_done_ += config_.train.batch_tokens;
+  record_.train_loss = result.loss;
+  const double clock = clock_.seconds(Phase::training);
+  if (record_.first_step_s == 0) record_.first_step_s = clock_.total();
+  // Speed over the last second or so, so that a line shows the present and not the mean since the start.
+  if (clock - speed_clock_ > 1 || tokens_per_s_ == 0) {
+    tokens_per_s_ = static_cast<double>(tokens_done_ - speed_tokens_) / std::max(clock - speed_clock_, 1e-9);
+    speed_clock_ = clock;
+    speed_tokens_ = tokens_done_;
+  }
+  const double peak = device_->peak_bf16_flops();
+  const double mfu = peak > 0 ? tokens_per_s_ * flops_per_token_ / peak : 0;  // 0: unknown peak
+  const StepValues values = schedule_at(config_, result.step);
+  if (result.step % config_.train.log_every == 0) {
+    nlohmann::ordered_json rates;
+    for (int g = 0; g < kNumParameterGroups; ++g)
+      rates[group_name(static_cast<ParameterGroup>(g))] = values.groups[static_cast<size_t>(g)].lr;
+    nlohmann::ordered_json line = {{"step", result.step}, {"loss", result.loss},    {"grad_norm", result.grad_norm},
+                                   {"lr", rates},         {"tokens", tokens_done_}, {"tokens_per_s", tokens_per_s_}};
+    if (mfu > 0) line["mfu"] = mfu;
+    line["clock_s"] = clock;
+    metrics_->write(std::move(line));
+  }
+  const double wall = clock_.total();
+  const bool last = completed_ == steps_;
+  if (progress_at_ >= 0 && wall - progress_at_ < log_.progress_interval_s() && !last) return;
+  progress_at_ = wall;
+  const double left =
+      static_cast<double>(steps_ - completed_) * static_cast<double>(config_.train.batch_tokens) / std::max(tokens_per_s_, 1.0);
+  log_.progress(fmt::format("step {}/{}  loss {:.4f}  {}{}  clock {}  left {}", completed_, steps_, result.loss,
+                            rate(tokens_per_s_), mfu > 0 ? fmt::format("  MFU {:.1f}%", mfu * 100) : std::string(), duration(clock),
+                            duration(left)));
+}
+
+void Trainer::drain() {
+  while (failure_.empty()) {
+    const std::optional<StepResult> result = engine_->wait_result();
+    if (!result) return;
+    take(*result);
+  }
+}
+
+void Trainer::validate(int completed) {
+  enter(Phase::validation);
+  const double loss = evaluate(*engine_, *validation_);
+  const double clock = clock_.seconds(Phase::training);
+  record_.val_loss = loss;
+  const bool hit = loss <= config_.train.target_loss;
+  if (hit && !record_.reached) record_.reached = TargetReached{completed, clock, loss};
+  metrics_->write({{"step", completed}, {"val_loss", loss}, {"val_tokens", config_.eval.tokens}, {"clock_s", clock}});
+  log_.line(fmt::format("step {}/{}  validation loss {:.4f} on {} tokens  clock {:.3f} s{}", completed, steps_, loss,
+                        config_.eval.tokens, clock,
+                        hit ? fmt::format("  (target {} reached)", config_.train.target_loss) : std::string()));
+}
+
+void Trainer::save(int completed) {
+  enter(Phase::checkpoint);
+  CheckpointMeta meta;
+  meta.step = completed;
+  meta.reader = reader_->state();
+  meta.last_val_loss = record_.val_loss.value_or(0);
+  meta.has_val_loss = record_.val_loss.has_value();
+  for (int p = 0; p < kNumPhases; ++p) meta.clock_s[p] = clock_.seconds(static_cast<Phase>(p));
+  if (record_.reached) {
+    meta.reached_step = record_.reached->step;
+    meta.reached_clock_s = record_.reached->clock_s;
+    meta.reached_loss = record_.reached->loss;
+  }
+  meta.joules = record_.joules;
+  meta.config = dump_config(config_);
+  meta.shards_hash = fmt::format("{:016x}", train_shards_.hash);
+  const std::filesystem::path path = checkpoint_path(folder_->path(), completed);
+  write_checkpoint(path, meta, engine_->state());
+  prune_checkpoints(folder_->path(), config_.checkpoint.keep);
+  saved_ = completed;
+  log_.line(fmt::format("checkpoint {}", path.string()));
+}
+
+bool Trainer::loop() {
+  // Ends the step in flight and takes every result; false if one of them was not finite.
+  const auto settle = [&] {
+    drain();
+    return failure_.empty();
+  };
+  if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
+  enter(Phase::training);
+  speed_clock_ = clock_.seconds(Phase::training);
+  speed_tokens_ = tokens_done_;
+  for (int step = first_step_; step < steps_; ++step) {
+    submit(step);
+    while (failure_.empty()) {
+      const std::optional<StepResult> result = engine_->poll_result();
+      if (!result) break;
+      take(*result);
+    }
+    if (!failure_.empty()) return false;
+    const int completed = step + 1;
+    const bool stop = StopSignal::received() != 0;
+    const bool evaluate_now = eval_due(config_, completed) && !stop, save_now = checkpoint_due(config_, completed) || stop;
+    if (!evaluate_now && !save_now) continue;
+    if (!settle()) return false;
+    if (evaluate_now) validate(completed);
+    const bool at_target = record_.reached && config_.train.stop_at_target;
+    if (save_now || (at_target && config_.checkpoint.at_end)) save(completed);
+    if (stop || at_target) return completed == steps_;
+    enter(Phase::training);
+  }
+  return settle();
+}
+
+int Trainer::finish() {
+  enter(Phase::startup);
+  const int signal = StopSignal::received();
+  record_.steps = completed_;
+  record_.tokens = tokens_done_;
+  record_.flops = flops_per_token_ * static_cast<double>(tokens_done_);
+  if (!failure_.empty()) {
+    record_.outcome = "non-finite: " + failure_;
+  } else if (signal != 0 && completed_ < steps_) {
+    record_.outcome = signal == 2 ? "SIGINT" : "SIGTERM";
+  } else {
+    record_.outcome = completed_ < steps_ ? "stopped at target" : "finished";
+  }
+  const nlohmann::ordered_json result = result_json(config_, record_, clock_, *device_, train_shards_, val_shards_);
+  folder_->write_result(result);
+  log_.line(
+      fmt::format("clock {:.3f} s (start-up {:.1f} s, warm-up {:.1f} s, validation {:.1f} s, checkpoints {:.1f} s, total {:.1f} s)",
+                  clock_.seconds(Phase::training), clock_.seconds(Phase::startup), clock_.seconds(Phase::warmup),
+                  clock_.seconds(Phase::validation), clock_.seconds(Phase::checkpoint), clock_.total()));
+  if (record_.joules > 0 && tokens_done_ > 0) {
+    log_.line(fmt::format("{:.0f} J, {:.3f} mJ a token", record_.joules, record_.joules / static_cast<double>(tokens_done_) * 1e3));
+  }
+  if (!failure_.empty()) {
+    const std::string newest =
+        saved_ >= 0 ? fmt::format("the newest good checkpoint is {}", checkpoint_path(folder_->path(), saved_).string())
+                    : "there is no checkpoint";
+    throw Error(fmt::format("{}; {}", failure_, newest), ExitCode::non_finite);
+  }
+  if (record_.reached) {
+    log_.line(fmt::format("target {} reached after {} steps, clock {:.3f} s", config_.train.target_loss, record_.reached->step,
+                          record_.reached->clock_s));
+  } else {
+    log_.line(fmt::format("target {} not reached", config_.train.target_loss));
+  }
+  log_.line("run " + folder_->path().string());
+  return signal != 0 && completed_ < steps_ ? 128 + signal : 0;
+}
+
+void Trainer::write_gradients() {
+  reader_->next(step_shape(config_, 0), 0, 1, rows_);
+  double loss = 0;
+  const std::vector<StateEntry> gradients = engine_->gradients(rows_, &loss);
+  save_tensors(options_.gradients_file, gradients, loss);
+  log_.line(fmt::format("loss {:.6f}; gradients of the first step in {}", loss, options_.gradients_file));
+}
+
+void Trainer::announce() {
+  const BuildInfo build = build_info();
+  log_.line(fmt::format("speedrun {} ({}), CUDA {}, cuBLASLt {}, NCCL {}", build.version, build.commit, build.cuda, build.cublas,
+                        build.nccl));
+}
+
+int Trainer::run() {
+  steps_ = num_steps(config_);
+  StopSignal signals;
+  const bool keeps_run = !options_.dry_run && options_.gradients_file.empty();
+  if (keeps_run) {
+    folder_ = options_.resume ? RunFolder::open(*options_.resume) : RunFolder::create(config_, options_.config_name);
+    log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
+  }
+  announce();
+  open_data();
+  build_engine();
+  if (options_.dry_run) {
+    log_.line("dry run: data and memory suffice");
+    return 0;
+  }
+  start_or_resume();
+  if (!options_.gradients_file.empty()) {
+    write_gradients();
+    return 0;
+  }
+  folder_->write_config(config_);
+  metrics_.emplace(folder_->path() / "metrics.jsonl");
+  for (const std::string& text : engine_->notes()) log_.line(text);
+  loop();
+  return finish();
+}
+
+}  // namespace
+
+int train(const TrainOptions& options, Log& log) { return Trainer(options, log).run(); }
+
+}  // namespace speedrun

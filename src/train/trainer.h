@@ -1,0 +1,24 @@
+#pragma once
+// The training loop of one run: data, clock, validation, checkpoints, metrics.
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "src/config/config.h"
+#include "src/core/log.h"
+
+namespace speedrun {
+
+struct TrainOptions {
+  Config config;
+  std::string config_name;                      // for the run's folder
+  std::optional<std::filesystem::path> resume;  // a run's folder: go on from its newest good checkpoint
+  bool dry_run = false;                         // check data and memory, then stop
+  std::string gradients_file;                   // write the first step's gradients (safetensors) and stop
+};
+
+// Returns the process's exit code: 0; 130 or 143 after SIGINT or SIGTERM (a checkpoint is written); 3 after a non-finite loss or
+// gradient.
+int train(const TrainOptions& options, Log& log);
+
+}  // namespace speedrun

@@ -1,0 +1,288 @@
+// Runs from start to end on the CPU: learning, exact resume, what a non-finite value does, what must not change a result.
+#include "src/train/trainer.h"
+
+#include <csignal>
+#include <cstring>
+#include <limits>
+#include <thread>
+
+#include "src/train/checkpoint.h"
+#include "src/train/data_setup.h"
+#include "src/train/engine.h"
+#include "src/train/evaluate.h"
+#include "src/train/saved_model.h"
+#include "src/train/test_run.h"
+#include "src/train/weights_file.h"
+
+namespace speedrun {
+namespace {
+
+int train_config(const std::filesystem::path& config, const std::vector<std::string>& overrides = {}) {
+  Log log;
+  TrainOptions options;
+  options.config = load_config(config, overrides);
+  options.config_name = "test";
+  return train(options, log);
+}
+
+int resume_run(const std::filesystem::path& run, const std::vector<std::string>& overrides = {}) {
+  Log log;
+  TrainOptions options;
+  options.resume = run;
+  options.config = load_config(run / "config.json", overrides);
+  return train(options, log);
+}
+
+std::vector<double> train_losses(const std::filesystem::path& run) {
+  std::vector<double> losses;
+  for (const auto& line : read_metrics(run)) {
+    if (line.contains("loss")) losses.push_back(line["loss"].get<double>());
+  }
+  return losses;
+}
+
+// All bytes of a checkpoint that are state: everything but the clock and the header that holds it.
+std::vector<std::pair<std::string, std::vector<std::byte>>> checkpoint_state(const std::filesystem::path& file) {
+  const CheckpointMeta meta = read_checkpoint_meta(file);
+  const Config config = parse_config(meta.config, file.string(), file.parent_path());
+  auto device = make_cpu_device(1);
+  auto engine = make_engine(config, *device, {.micro_batch_tokens = config.train.micro_batch_tokens, .row_tokens = row_tokens(config), .training = true});
+  engine->warm_up();
+  load_checkpoint(file, engine->state(), false);
+  std::vector<std::pair<std::string, std::vector<std::byte>>> state;
+  for (const StateEntry& entry : engine->state()) state.emplace_back(entry.name, entry.read());
+  return state;
+}
+
+class BothArchitectures : public ::testing::TestWithParam<bool> {
+ protected:
+  static nlohmann::json patch() { return GetParam() ? optimization_track_patch() : nlohmann::json::object(); }
+};
+
+TEST_P(BothArchitectures, LearnsAndReportsItsResult) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), patch());
+  EXPECT_EQ(train_config(config, {"schedule.steps=60", "data.repeat=2", "train.target_loss=3.0"}), 0);
+  const auto run = folder.path() / "runs" / "r";
+  const std::vector<double> losses = train_losses(run);
+  ASSERT_EQ(losses.size(), 60u);
+  EXPECT_NEAR(losses[0], std::log(304.0), 0.6);
+  EXPECT_LT(losses.back(), 3.0);
+  const auto result = nlohmann::json::parse(read_file((run / "result.json").string()));
+  EXPECT_EQ(result["reached"], true);
+  EXPECT_EQ(result["steps"], 60);
+  EXPECT_EQ(result["tokens"], 60 * 256);
+  EXPECT_LE(result["reached_at"]["step"].get<int>(), 60);
+  EXPECT_TRUE(std::filesystem::exists(run / "log.txt"));
+  EXPECT_TRUE(std::filesystem::exists(run / "config.json"));
+}
+
+TEST_P(BothArchitectures, ResumeEqualsNoInterruption) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), patch());
+  ASSERT_EQ(train_config(config), 0);
+  const auto whole = folder.path() / "runs" / "r";
+  // A second run that loses everything after its checkpoint at step 7, then goes on.
+  ASSERT_EQ(train_config(config, {"run.name=cut"}), 0);
+  const auto cut = folder.path() / "runs" / "cut";
+  for (const int step : {14, 20}) std::filesystem::remove(checkpoint_path(cut, step));
+  ASSERT_EQ(resume_run(cut), 0);
+  EXPECT_EQ(train_losses(cut), train_losses(whole));
+  EXPECT_EQ(checkpoint_state(checkpoint_path(cut, 20)), checkpoint_state(checkpoint_path(whole, 20)));
+  const CheckpointMeta a = read_checkpoint_meta(checkpoint_path(whole, 20)), b = read_checkpoint_meta(checkpoint_path(cut, 20));
+  EXPECT_EQ(a.reader, b.reader);
+  EXPECT_EQ(a.last_val_loss, b.last_val_loss);
+}
+
+TEST_P(BothArchitectures, SameBitsTwiceAndOtherBitsForAnotherSeed) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), patch());
+  train_config(config, {"schedule.steps=5", "run.name=a"});
+  train_config(config, {"schedule.steps=5", "run.name=b", "train.threads=3"});
+  train_config(config, {"schedule.steps=5", "run.name=c", "train.seed=2"});
+  const auto runs = folder.path() / "runs";
+  EXPECT_EQ(train_losses(runs / "a"), train_losses(runs / "b"));
+  EXPECT_NE(train_losses(runs / "a"), train_losses(runs / "c"));
+}
+
+TEST_P(BothArchitectures, TheMicroBatchDoesNotMatterBeyondRounding) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), patch());
+  const auto runs = folder.path() / "runs";
+  for (const int64_t micro_batch : {32, 64, 256}) train_config(config, {"run.name=" + std::to_string(micro_batch), "train.micro_batch_tokens=" + std::to_string(micro_batch), "schedule.steps=8"});
+  const std::vector<double> reference = train_losses(runs / "256");
+  for (const char* name : {"32", "64"}) {
+    const std::vector<double> losses = train_losses(runs / name);
+    ASSERT_EQ(losses.size(), reference.size());
+    for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], reference[i], 2e-4) << name << " step " << i;
+    EXPECT_NEAR(losses[0], reference[0], 1e-6);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Trainer, BothArchitectures, ::testing::Values(false, true));
+
+TEST(Trainer, ANonFiniteGradientStopsTheRunBeforeTheWeightsAndKeepsTheGoodCheckpoint) {
+  TestFolder folder;
+  const auto config_path = write_test_config(folder.path(), {{"checkpoint", {{"every", 3}}}, {"schedule", {{"steps", 3}}}});
+  ASSERT_EQ(train_config(config_path), 0);
+  const auto run = folder.path() / "runs" / "r";
+  const Config config = load_config(run / "config.json");
+  auto device = make_cpu_device(1);
+  auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
+  engine->warm_up();
+  load_checkpoint(checkpoint_path(run, 3), engine->state(), false);
+  // One weight becomes infinite: the loss of the next step is NaN.
+  for (const StateEntry& entry : engine->state()) {
+    if (entry.name != "parameter/h.1.mlp.down.weight") continue;
+    auto bytes = entry.read();
+    const float infinite = std::numeric_limits<float>::infinity();
+    std::memcpy(bytes.data(), &infinite, sizeof infinite);
+    entry.write(bytes);
+  }
+  const uint64_t before = engine->weights_hash();
+  auto reader = make_train_reader(config, train_reader_options(config));
+  StepRows rows;
+  for (int step = 0; step < 2; ++step) {
+    reader->next(step_shape(config, step), 0, 1, rows);
+    engine->submit_step(step, rows);
+    const auto result = engine->wait_result();
+    ASSERT_TRUE(result);
+    EXPECT_FALSE(result->finite);
+    EXPECT_EQ(result->bad_tensor, "loss");
+  }
+  EXPECT_EQ(engine->weights_hash(), before);
+}
+
+TEST(Trainer, ANonFiniteLossEndsTheRunWithItsOwnExitCode) {
+  TestFolder folder;
+  const auto config_path = write_test_config(folder.path());
+  ASSERT_EQ(train_config(config_path, {"schedule.steps=1"}), 0);
+  // Initial weights with an infinity in them.
+  const Config config = load_config(config_path);
+  auto device = make_cpu_device(1);
+  auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
+  engine->warm_up();
+  engine->initialize(1);
+  std::vector<StateEntry> weights;
+  for (StateEntry entry : engine->state()) {
+    if (!entry.name.starts_with("parameter/")) continue;
+    entry.name = entry.name.substr(10);
+    if (entry.name == "h.0.attn.qkv.weight") {
+      entry.read = [read = entry.read] {
+        auto bytes = read();
+        const float infinite = std::numeric_limits<float>::infinity();
+        std::memcpy(bytes.data() + 40, &infinite, sizeof infinite);
+        return bytes;
+      };
+    }
+    weights.push_back(entry);
+  }
+  const auto file = folder.path() / "bad.safetensors";
+  save_tensors(file, weights, 0);
+  try {
+    train_config(config_path, {"train.init_weights=" + file.string(), "run.name=bad"});
+    FAIL() << "a NaN loss was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::non_finite);
+    EXPECT_NE(std::string(error.what()).find("step 0"), std::string::npos) << error.what();
+  }
+  for (const auto& line : read_metrics(folder.path() / "runs" / "bad")) EXPECT_TRUE(!line.contains("loss") || line["loss"].is_null());
+}
+
+TEST(Trainer, WeightsFromAFileAreTheOnesUsed) {
+  TestFolder folder;
+  const auto config_path = write_test_config(folder.path());
+  const Config config = load_config(config_path);
+  auto device = make_cpu_device(1);
+  const auto make = [&] {
+    auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
+    engine->warm_up();
+    return engine;
+  };
+  auto a = make(), b = make();
+  a->initialize(5);
+  std::vector<StateEntry> weights;
+  for (StateEntry entry : a->state()) {
+    if (!entry.name.starts_with("parameter/")) continue;
+    entry.name = entry.name.substr(10);
+    weights.push_back(entry);
+  }
+  save_tensors(folder.path() / "w.safetensors", weights, 0);
+  load_weights(folder.path() / "w.safetensors", b->state());
+  EXPECT_EQ(a->weights_hash(), b->weights_hash());
+  weights.pop_back();
+  save_tensors(folder.path() / "w.safetensors", weights, 0);
+  EXPECT_THROW(load_weights(folder.path() / "w.safetensors", b->state()), InputError);
+}
+
+TEST(Trainer, EvaluationDoesNotDependOnTheMicroBatch) {
+  TestFolder folder;
+  const auto config_path = write_test_config(folder.path(), {{"eval", {{"tokens", 32 * 11}}}});
+  const Config config = load_config(config_path);
+  auto device = make_cpu_device(2);
+  std::vector<double> losses;
+  for (const int64_t micro_batch : {32, 96, 256, 1024}) {
+    auto engine = make_engine(config, *device, {.micro_batch_tokens = micro_batch, .row_tokens = 32, .training = false});
+    engine->warm_up();
+    engine->initialize(3);
+    losses.push_back(evaluate(*engine, make_validation_reader(config)));
+  }
+  for (const double loss : losses) EXPECT_NEAR(loss, losses[0], 1e-5);
+}
+
+TEST(Trainer, ASignalSavesAndAResumeGoesOn) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path());
+  ASSERT_EQ(train_config(config), 0);
+  std::thread killer;
+  // The signal comes while the second run is in its loop: its handler is installed as the run starts.
+  const auto run = folder.path() / "runs" / "stopped";
+  killer = std::thread([&] {
+    while (!std::filesystem::exists(run / "metrics.jsonl") || read_file((run / "metrics.jsonl").string()).find("\"loss\"") == std::string::npos) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::raise(SIGTERM);
+  });
+  const int code = train_config(config, {"run.name=stopped", "schedule.steps=38"});
+  killer.join();
+  ASSERT_EQ(code, 128 + SIGTERM);
+  const auto result = nlohmann::json::parse(read_file((run / "result.json").string()));
+  EXPECT_EQ(result["outcome"], "SIGTERM");
+  ASSERT_LT(result["steps"].get<int>(), 38);
+  ASSERT_EQ(resume_run(run), 0);
+  EXPECT_EQ(train_losses(run).size(), 38u);
+}
+
+TEST(Trainer, TooLittleDataIsRefusedBeforeTheFirstStep) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path());
+  try {
+    train_config(config, {"schedule.steps=1000"});
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("data.repeat"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Trainer, ResumeWithOtherShardsIsRefused) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path());
+  ASSERT_EQ(train_config(config), 0);
+  write_test_shard(folder.path() / "train_2.bin", 3000, 9);
+  EXPECT_THROW(resume_run(folder.path() / "runs" / "r", {"schedule.steps=25"}), InputError);
+}
+
+TEST(SavedModel, EvaluatesAsTheRunDid) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path());
+  ASSERT_EQ(train_config(config), 0);
+  const auto run = folder.path() / "runs" / "r";
+  Log log;
+  SavedModel model = open_saved_model(run, {}, SavedModelUse::evaluation, log);
+  EXPECT_EQ(model.step, 20);
+  const double loss = evaluate(*model.engine, make_validation_reader(model.config));
+  EXPECT_NEAR(loss, read_checkpoint_meta(checkpoint_path(run, 20)).last_val_loss, 1e-5);
+}
+
+}  // namespace
+}  // namespace speedrun

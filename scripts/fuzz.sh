@@ -24,6 +24,6 @@ for target in "${targets[@]}"; do
   mkdir -p "$build/corpus/$target" "$build/crashes/$target"
   program=$(find "$build" -type f -name "$target" -executable | head -n 1)
   UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 "$program" "$build/corpus/$target" -max_total_time="$seconds" -timeout=10 \
-    -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix="$build/crashes/$target/"
+    -rss_limit_mb=2048 -print_final_stats=1 -print_funcs=0 -verbosity=0 -artifact_prefix="$build/crashes/$target/"
 done
 say "no crash in ${#targets[@]} targets"

@@ -39,10 +39,13 @@ struct GemmPlans::Impl {
       }
       note = "its row in the table is refused: " + reason;
     }
-    constexpr int kAsked = 64;  // many, because those without a fixed order of sums are dropped
-    const std::vector<cublasLtMatmulAlgo_t> candidates = gemm_candidates(handle.get(), descriptors, kAsked);
-    if (candidates.empty())
-      throw Error("gemm " + describe_gemm(key) + ": cuBLASLt has no algorithm for it with a fixed order of sums");
+    // Asking for few is much faster than for many; more only if all of the few are dropped.
+    std::vector<cublasLtMatmulAlgo_t> candidates;
+    for (const int asked : {1, 8, 64}) {
+      candidates = gemm_candidates(handle.get(), descriptors, asked, SplitK::none);
+      if (!candidates.empty()) break;
+    }
+    if (candidates.empty()) throw Error("gemm " + describe_gemm(key) + ": cuBLASLt has no algorithm for it without split-K");
     untuned.push_back(describe_gemm(key) + " (" + note + ")");
     return plans.emplace(key, Plan{std::move(descriptors), candidates.front()}).first->second;
   }

@@ -274,7 +274,7 @@ TEST_F(GemmCudaTest, AlgorithmsSurviveTheTable) {
   const LtHandle handle = make_lt_handle();
   const GemmKey key{.m = 4096, .n = 2304, .k = 768, .transpose_b = true, .epilogue = Epilogue::bias};
   const GemmDescriptors descriptors(key);
-  const std::vector<cublasLtMatmulAlgo_t> candidates = gemm_candidates(handle.get(), descriptors, 64);
+  const std::vector<cublasLtMatmulAlgo_t> candidates = gemm_candidates(handle.get(), descriptors, 64, SplitK::allowed);
   ASSERT_FALSE(candidates.empty());
   for (const cublasLtMatmulAlgo_t& candidate : candidates) {
     const GemmAlgorithm algorithm = describe_algorithm(candidate);

@@ -55,8 +55,14 @@ struct GemmDescriptors {
   cublasLtMatrixLayout_t c_layout() const { return c ? c.get() : d.get(); }
 };
 
-// The heuristic's candidates with a fixed order of sums, best first; at most `limit` are asked for.
-std::vector<cublasLtMatmulAlgo_t> gemm_candidates(cublasLtHandle_t handle, const GemmDescriptors& descriptors, int limit);
+// Split-K with its parts added in a step of their own sums in a fixed order too; the tuning table may choose it, the heuristic
+// alone not.
+enum class SplitK { none, allowed };
+
+// The heuristic's candidates with a fixed order of sums, best first; at most `limit` are asked for, and asking costs time by their
+// number.
+std::vector<cublasLtMatmulAlgo_t> gemm_candidates(cublasLtHandle_t handle, const GemmDescriptors& descriptors, int limit,
+                                                  SplitK split);
 
 GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algo);
 // Empty, with the reason, if this library, device or shape does not take it.

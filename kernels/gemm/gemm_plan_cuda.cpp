@@ -174,12 +174,14 @@ GemmDescriptors::GemmDescriptors(const GemmKey& key) {
   if (key.stride_c != key.stride_d) c = make_layout(out_type(key), key.m, key.n, key.batch, key.stride_c);
 }
 
-std::vector<cublasLtMatmulAlgo_t> gemm_candidates(cublasLtHandle_t handle, const GemmDescriptors& descriptors, int limit) {
+std::vector<cublasLtMatmulAlgo_t> gemm_candidates(cublasLtHandle_t handle, const GemmDescriptors& descriptors, int limit,
+                                                  SplitK split) {
   cublasLtMatmulPreference_t raw = nullptr;
   cublas_check(cublasLtMatmulPreferenceCreate(&raw), "gemm: preference");
   const LtPreference preference(raw);
   set(raw, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{GemmPlans::kWorkspaceBytes});
-  set(raw, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+  set(raw, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<uint32_t>(split == SplitK::allowed ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE));
   for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     set(raw, attribute, kAlignmentBytes);
@@ -196,6 +198,7 @@ std::vector<cublasLtMatmulAlgo_t> gemm_candidates(cublasLtHandle_t handle, const
     const cublasLtMatmulHeuristicResult_t& result = results[static_cast<size_t>(i)];
     if (result.state != CUBLAS_STATUS_SUCCESS || result.workspaceSize > GemmPlans::kWorkspaceBytes) continue;
     const int split_k = get<int32_t>(result.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
+    if (split == SplitK::none && split_k > 1) continue;
     if (get<uint32_t>(result.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) != reduction_scheme(split_k)) continue;
     candidates.push_back(result.algo);
   }

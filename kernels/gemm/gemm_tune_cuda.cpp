@@ -107,7 +107,7 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
   const Layer head{.K = kC, .O = kV, .forward = Epilogue::bias, .residual = false};
   const Layer head_no_bias{.K = kC, .O = kV, .forward = Epilogue::none, .residual = false};
   std::vector<GemmKey> products;
-  for (const int64_t N : tokens.empty() ? std::vector<int64_t>{16384, 32768, 65536, 131072, 262144} : tokens) {
+  for (const int64_t N : tokens.empty() ? std::vector<int64_t>{65536, 131072, 262144, 524288} : tokens) {
     for (const Layer& layer : {qkv, out, up, down}) {
       products.push_back(forward(N, layer));
       products.push_back(input_grad(N, layer));
@@ -118,7 +118,7 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
     down_gelu.epilogue = Epilogue::dgelu;
     products.push_back(down_gelu);
   }
-  for (const int64_t chunk : {8192, 16384, 32768}) {
+  for (const int64_t chunk : {int64_t{16384}}) {
     products.push_back(forward(chunk, head));
     products.push_back(forward(chunk, head_no_bias));
     products.push_back(input_grad(chunk, head));
@@ -126,7 +126,6 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
   }
   add_muon(products, kC, kC, 48);
   add_muon(products, kC, kF, 12);
-  add_muon(products, kC, kF, 24);
   return products;
 }
 
@@ -186,8 +185,8 @@ const GemmCuda& GemmOperands::next() {
 }
 
 void tune_gemms(const std::vector<GemmKey>& products, const CudaExec& exec, std::ostream& out) {
-  constexpr int kAsked = 200, kFinalists = 3;
-  constexpr double kFirstMs = 10, kFinalMs = 80;
+  constexpr int kAsked = 24, kFinalists = 3;
+  constexpr double kFirstMs = 8, kFinalMs = 50;
   const LtHandle handle = make_lt_handle();
   const BenchBuffer workspace = BenchBuffer::zeroed(GemmPlans::kWorkspaceBytes);
   for (const GemmKey& key : products) {
@@ -201,7 +200,7 @@ void tune_gemms(const std::vector<GemmKey>& products, const CudaExec& exec, std:
     const auto time = [&](const cublasLtMatmulAlgo_t& algo, double budget_ms) {
       return time_product(handle.get(), descriptors, key, algo, operands, workspace.as<void>(), budget_ms, exec.stream);
     };
-    for (const cublasLtMatmulAlgo_t& algo : gemm_candidates(handle.get(), descriptors, kAsked)) {
+    for (const cublasLtMatmulAlgo_t& algo : gemm_candidates(handle.get(), descriptors, kAsked, SplitK::allowed)) {
       candidates.push_back({algo, time(algo, kFirstMs)});
     }
     if (candidates.empty()) {

@@ -1,6 +1,9 @@
 #include "src/core/parameter.h"
 
+#include <algorithm>
+
 #include "kernels/base/error.h"
+#include "kernels/base/thread_pool.h"
 #include "src/core/file.h"
 #include "src/core/random.h"
 
@@ -9,6 +12,7 @@ namespace {
 
 // Offsets are multiples of this many elements, so that every parameter is 128-byte aligned in BF16.
 constexpr int64_t kOffsetAlignment = 64;
+constexpr int64_t kDrawsAtOnce = 1 << 16;
 
 }  // namespace
 
@@ -101,14 +105,20 @@ std::vector<Acc<T>> Parameters<T>::read_grad(Device& device, int index) {
 
 template <class T>
 void Parameters<T>::initialize(Device& device, uint64_t seed) {
+  ThreadPool pool(0);  // every value depends on its index alone
   for (int p = 0; p < size(); ++p) {
     const ParameterSpec& row = spec(p);
     std::vector<Acc<T>> master(static_cast<size_t>(row.count()), static_cast<Acc<T>>(row.init_mean));
     if (row.init_std != 0) {
       // The stream is the name's hash: adding a parameter elsewhere leaves the others' values alone.
       const uint64_t stream = hash_bytes(row.name.data(), row.name.size());
-      for (size_t i = 0; i < master.size(); ++i)
-        master[i] = static_cast<Acc<T>>(row.init_mean + row.init_std * random_normal(seed, stream, i));
+      const auto n = static_cast<int64_t>(master.size());
+      pool.run((n + kDrawsAtOnce - 1) / kDrawsAtOnce, [&](int64_t chunk) {
+        for (int64_t i = chunk * kDrawsAtOnce; i < std::min(n, (chunk + 1) * kDrawsAtOnce); ++i) {
+          master[static_cast<size_t>(i)] =
+              static_cast<Acc<T>>(row.init_mean + row.init_std * random_normal(seed, stream, static_cast<uint64_t>(i)));
+        }
+      });
     }
     write_master(device, p, master);
   }

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "fmt/format.h"
 #include "kernels/base/error.h"
@@ -75,6 +76,22 @@ struct Section {
   uint64_t offset = 0, bytes = 0;
 };
 
+bool printable(std::string_view text) {
+  return std::none_of(text.begin(), text.end(), [](char c) { return (c >= 0 && c < ' ') || c == 0x7f; });
+}
+
+// Bytes that the section's type and shape need; 0 for a type or shape that is none.
+uint64_t expected_bytes(const Section& section) {
+  uint64_t bytes = 0;
+  for (const DType dtype : {DType::f32, DType::f64, DType::bf16}) {
+    if (section.dtype == dtype_name(dtype)) bytes = dtype_size(dtype);
+  }
+  for (const int64_t extent : section.shape) {
+    if (extent <= 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes)) return 0;
+  }
+  return bytes;
+}
+
 struct Header {
   CheckpointMeta meta;
   std::vector<Section> sections;
@@ -111,6 +128,12 @@ class CheckpointFile {
       damaged(path, std::string("header: ") + reason.what());
     }
     for (const Section& section : header_.sections) {
+      // Messages name a section by these, in one line.
+      if (!printable(section.name) || !printable(section.dtype)) damaged(path, "a section's name or type holds control characters");
+      if (section.bytes == 0 || section.bytes != expected_bytes(section)) {
+        damaged(path, fmt::format("section {} of {} bytes is {} [{}]", section.name, section.bytes, section.dtype,
+                                  fmt::join(section.shape, ", ")));
+      }
       if (section.offset > size_ || section.bytes > size_ - section.offset) {
         damaged(path,
                 fmt::format("section {} ends at byte {}, the file holds {}", section.name, section.offset + section.bytes, size_));

@@ -16,7 +16,8 @@ namespace {
 
 // A state of three tensors in memory.
 struct FakeState {
-  std::vector<std::vector<std::byte>> tensors{std::vector<std::byte>(400), std::vector<std::byte>(12), std::vector<std::byte>(70000)};
+  std::vector<std::vector<std::byte>> tensors{std::vector<std::byte>(400), std::vector<std::byte>(12),
+                                              std::vector<std::byte>(70000)};
   explicit FakeState(int fill) {
     for (auto& tensor : tensors) {
       for (size_t i = 0; i < tensor.size(); ++i) tensor[i] = static_cast<std::byte>((i * 7 + static_cast<size_t>(fill)) & 0xff);
@@ -26,7 +27,10 @@ struct FakeState {
     std::vector<StateEntry> list;
     const char* names[] = {"parameter/a", "parameter/b", "adam.m/a"};
     for (size_t i = 0; i < tensors.size(); ++i) {
-      list.push_back({names[i], DType::f32, {static_cast<int64_t>(tensors[i].size() / 4)}, [this, i] { return tensors[i]; },
+      list.push_back({names[i],
+                      DType::f32,
+                      {static_cast<int64_t>(tensors[i].size() / 4)},
+                      [this, i] { return tensors[i]; },
                       [this, i](const std::vector<std::byte>& bytes) { tensors[i] = bytes; }});
     }
     return list;
@@ -76,7 +80,8 @@ TEST(Checkpoint, EveryTruncationAndFlippedByteIsRefusedByName) {
     }
     EXPECT_EQ(into.tensors, untouched.tensors) << "changed the state before refusing: " << what;
   };
-  for (size_t cut : {size_t{1}, size_t{100}, good.size() / 2, good.size() - 40, good.size() - 5, good.size()}) refused(good.substr(0, good.size() - cut), "truncated by " + std::to_string(cut));
+  for (size_t cut : {size_t{1}, size_t{100}, good.size() / 2, good.size() - 40, good.size() - 5, good.size()})
+    refused(good.substr(0, good.size() - cut), "truncated by " + std::to_string(cut));
   // Sections are padded to 64 bytes; only padding may be damaged without harm, so flip bytes that belong to something.
   for (size_t at = 0; at < good.size(); at += at < 2000 ? 41 : 1777) {
     std::string bad = good;
@@ -116,7 +121,8 @@ TEST(Checkpoint, NewestGoodOneIsChosenAndDamagedOnesAreNamed) {
   TestFolder folder;
   FakeState state(1);
   for (const int step : {5, 10, 100}) write_checkpoint(checkpoint_path(folder.path(), step), meta_of_step(step), state.entries());
-  std::filesystem::resize_file(checkpoint_path(folder.path(), 100), std::filesystem::file_size(checkpoint_path(folder.path(), 100)) - 1000);
+  std::filesystem::resize_file(checkpoint_path(folder.path(), 100),
+                               std::filesystem::file_size(checkpoint_path(folder.path(), 100)) - 1000);
   std::vector<std::string> warnings;
   const auto newest = newest_good_checkpoint(folder.path(), [&](const std::string& text) { warnings.push_back(text); });
   ASSERT_TRUE(newest);

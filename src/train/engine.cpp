@@ -60,6 +60,12 @@ class EngineOf : public Engine {
   int64_t parameter_count() const override { return parameters_.total_count(); }
 
   void warm_up() override {
+    // Rows of zeros, each its own document: attention over one document of the whole micro-batch would take its square.
+    std::vector<int32_t> row_starts(static_cast<size_t>(gpt_.shape().tokens));
+    for (size_t t = 0; t < row_starts.size(); ++t)
+      row_starts[t] = static_cast<int32_t>(t - t % static_cast<size_t>(gpt_.shape().row_tokens));
+    device_.copy_in(gpt_.doc_start(), row_starts.data(), row_starts.size() * sizeof(int32_t));
+    device_.synchronize();
     evaluate_graph_ = device_.capture([this] { gpt_.evaluate(); });
     if (options_.training) {
       micro_batch_graph_ = device_.capture([this] {

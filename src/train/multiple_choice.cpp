@@ -1,6 +1,7 @@
 #include "src/train/multiple_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "fmt/format.h"
@@ -79,6 +80,10 @@ std::vector<MultipleChoiceQuestion> parse_questions(const std::string& content, 
     at = body.at();
     questions.push_back(std::move(question));
   }
+  if (at != content.size()) {
+    throw InputError(fmt::format("{}: {} bytes after the last of {} questions, which its header announces", name,
+                                 content.size() - at, header[2]));
+  }
   return questions;
 }
 
@@ -113,6 +118,11 @@ MultipleChoiceScore score_multiple_choice(Engine& engine, int64_t row_tokens, in
       double sum = 0;
       for (size_t i = 0; i < count; ++i) sum += static_cast<double>(losses[first + i]);
       const double mean = sum / static_cast<double>(count);
+      if (!std::isfinite(mean)) {
+        throw Error(
+            fmt::format("{}: question {}: the model's loss on completion {} is {}: its weights are damaged", path, q, c, mean),
+            ExitCode::non_finite);
+      }
       if (c == 0 || mean < best_loss) {
         best = c;
         best_loss = mean;

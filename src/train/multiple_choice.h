@@ -26,7 +26,7 @@ struct MultipleChoiceScore {
   int64_t correct = 0;
 };
 
-// Throws InputError for a question that does not fit a row.
+// Throws InputError for a question that does not fit a row, Error (non_finite) for a loss that is not finite.
 MultipleChoiceScore score_multiple_choice(Engine& engine, int64_t row_tokens, int64_t vocab_size, const std::string& path);
 
 }  // namespace speedrun

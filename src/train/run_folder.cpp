@@ -59,7 +59,9 @@ void RunFolder::write_config(const Config& config) const {
 }
 
 void RunFolder::write_result(const nlohmann::ordered_json& result) const {
-  write_file_atomically((path_ / "result.json").string(), result.dump(2) + "\n");
+  // A path that is no UTF-8 must not cost a finished run its result: such bytes become U+FFFD.
+  const std::string text = result.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
+  write_file_atomically((path_ / "result.json").string(), text + "\n");
 }
 
 void RunFolder::trim_metrics(int first_step) const {
@@ -90,7 +92,8 @@ void MetricsFile::write(nlohmann::ordered_json line) {
     finite = false;
   }
   if (!finite) line["non_finite"] = true;
-  if (fmt::print(file_, "{}\n", line.dump()); std::fflush(file_) != 0)
+  const std::string text = line.dump() + "\n";
+  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0)
     throw Error(fmt::format("{}: cannot be written: {}", path_, std::strerror(errno)));
 }
 

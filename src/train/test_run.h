@@ -21,7 +21,8 @@ class TestFolder {
  public:
   TestFolder() {
     const ::testing::TestInfo* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    path_ = std::filesystem::temp_directory_path() / ("speedrun_" + std::string(info->test_suite_name()) + "_" + info->name() + "_" + std::to_string(getpid()));
+    path_ = std::filesystem::temp_directory_path() /
+            ("speedrun_" + std::string(info->test_suite_name()) + "_" + info->name() + "_" + std::to_string(getpid()));
     std::filesystem::remove_all(path_);
     std::filesystem::create_directories(path_);
   }
@@ -49,20 +50,32 @@ inline void write_test_shard(const std::filesystem::path& path, int64_t tokens, 
 }
 
 // A config of a two-layer model in `folder`, with its shards. `extra` is merged over it.
-inline std::filesystem::path write_test_config(const std::filesystem::path& folder, const nlohmann::json& extra = nlohmann::json::object()) {
+inline std::filesystem::path write_test_config(const std::filesystem::path& folder,
+                                               const nlohmann::json& extra = nlohmann::json::object()) {
   write_test_shard(folder / "train_0.bin", 5000, 1);
   write_test_shard(folder / "train_1.bin", 5000, 2);
   write_test_shard(folder / "val_0.bin", 2000, 3);
-  nlohmann::json config = {
-      {"model",
-       {{"vocab_size", kTestVocabulary}, {"vocab_padding", 16}, {"num_layers", 2}, {"width", 16}, {"num_heads", 2}, {"mlp_hidden", 32}, {"max_positions", 32}}},
-      {"data", {{"train", "train_*.bin"}, {"val", "val_*.bin"}}},
-      {"train", {{"batch_tokens", 256}, {"micro_batch_tokens", 128}, {"seq_len", 32}, {"device", "cpu"}, {"threads", 2}, {"target_loss", 0.1}}},
-      {"eval", {{"every", 10}, {"tokens", 512}}},
-      {"checkpoint", {{"every", 7}, {"keep", 10}}},
-      {"run", {{"dir", (folder / "runs").string()}, {"name", "r"}}},
-      {"optim", {{"matrix", {{"lr", 0.01}}}, {"embedding", {{"lr", 0.01}}}}},
-      {"schedule", {{"steps", 20}}}};
+  nlohmann::json config = {{"model",
+                            {{"vocab_size", kTestVocabulary},
+                             {"vocab_padding", 16},
+                             {"num_layers", 2},
+                             {"width", 16},
+                             {"num_heads", 2},
+                             {"mlp_hidden", 32},
+                             {"max_positions", 32}}},
+                           {"data", {{"train", "train_*.bin"}, {"val", "val_*.bin"}}},
+                           {"train",
+                            {{"batch_tokens", 256},
+                             {"micro_batch_tokens", 128},
+                             {"seq_len", 32},
+                             {"device", "cpu"},
+                             {"threads", 2},
+                             {"target_loss", 0.1}}},
+                           {"eval", {{"every", 10}, {"tokens", 512}}},
+                           {"checkpoint", {{"every", 7}, {"keep", 10}}},
+                           {"run", {{"dir", (folder / "runs").string()}, {"name", "r"}}},
+                           {"optim", {{"matrix", {{"lr", 0.01}}}, {"embedding", {{"lr", 0.01}}}}},
+                           {"schedule", {{"steps", 20}}}};
   config.merge_patch(extra);
   const std::filesystem::path path = folder / "test.json";
   std::ofstream(path) << config.dump(2);
@@ -84,7 +97,7 @@ inline nlohmann::json optimization_track_patch() {
             {"softcap", "rational"},
             {"init", "zero_projections"}}},
           {"train", {{"reduction", "sum"}}},
-          {"optim", {{"matrix", {{"optimizer", "muon"}, {"lr", 0.02}}}}}};
+          {"optim", {{"matrix", {{"optimizer", "muon"}, {"lr", 0.02}}}, {"head", {{"lr", 0.02}}}, {"embedding", {{"lr", 0.05}}}}}};
 }
 
 inline std::vector<nlohmann::json> read_metrics(const std::filesystem::path& run) {

@@ -261,6 +261,7 @@ bool Trainer::loop() {
     drain();
     return failure_.empty();
   };
+  if (StopSignal::received() != 0) return false;
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
   speed_clock_ = clock_.seconds(Phase::training);

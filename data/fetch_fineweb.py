@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fetch FineWeb as GPT-2 token shards (kjj0/fineweb10B-gpt2 on the Hugging Face hub): 0.2 GB, 100 million tokens a shard.
 
-    python3 data/fetch_fineweb.py 10                # the validation shard and training shards 1 to 10 into data/fineweb10B
+    python3 data/fetch_fineweb.py 10                # the validation shard and training shards 1 to 10 into data/fineweb
     python3 data/fetch_fineweb.py 4 --out /scratch  # into another folder
 
 Shards that are there and whole are skipped; a download that broke off goes on where it stopped when the command is given again. Each shard
@@ -160,9 +160,9 @@ def fetch(url, path, args):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fineweb10B")
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fineweb")
     parser.add_argument("shards", type=int, nargs="?", default=10, help=f"training shards, 0 to {NUM_TRAIN_SHARDS} (default 10)")
-    parser.add_argument("--out", default=folder, help="folder (default data/fineweb10B)")
+    parser.add_argument("--out", default=folder, help="folder (default data/fineweb)")
     parser.add_argument("--base-url", default=os.environ.get("SPEEDRUN_FINEWEB_URL", BASE_URL),
                         help="a mirror; also from the environment variable SPEEDRUN_FINEWEB_URL")
     parser.add_argument("--attempts", type=int, default=8, help="connections tried for each shard (default 8)")

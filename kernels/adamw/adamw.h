@@ -2,7 +2,7 @@
 // AdamW on one parameter (Loshchilov & Hutter 2019, decoupled decay applied first, as PyTorch's fused form):
 //   g = grad · verdict.grad_scale;   θ ← θ − decay·θ;   m ← β1·m + (1−β1)·g;   v ← β2·v + (1−β2)·g²
 //   θ ← θ − (lr/correction1) · m / (√v/√correction2 + ε)
-// Arithmetic in Acc<T>. Does nothing if verdict.skip is set. Cost on CUDA with a full master and FP32 state: 24 bytes read, 20
+// Arithmetic in Acc<T>. Does nothing if verdict.skip is set. Cost on CUDA with a full master and FP32 state: 16 bytes read, 12
 // written an element.
 #include "kernels/base/exec.h"
 #include "kernels/base/step_values.h"

@@ -65,11 +65,11 @@ int main(int argc, char** argv) {
     return run(argc, argv);
   } catch (const speedrun::Error& error) {
     std::fflush(stdout);
-    fmt::print(stderr, "speedrun: {}\n", error.what());
+    std::fprintf(stderr, "speedrun: %s\n", error.what());
     return static_cast<int>(error.code());
   } catch (const std::exception& error) {
     std::fflush(stdout);
-    fmt::print(stderr, "speedrun: {}\n", error.what());
+    std::fprintf(stderr, "speedrun: %s\n", error.what());
     return static_cast<int>(ExitCode::failure);
   }
 }

@@ -27,9 +27,12 @@ int sample_command(int argc, char** argv) {
                                          .temperature = arguments.flags["temperature"].as<double>(),
                                          .top_k = arguments.flags["top-k"].as<int>(),
                                          .seed = arguments.flags["seed"].as<uint64_t>()};
+  check_options(generate_options);
   Log log(Log::Terminal::standard_error);
   SavedModel model = open_saved_model(only_argument("sample", arguments, "RUN or CHECKPOINT"), arguments.all("set"),
                                       SavedModelUse::generation, log);
+  if (model.config.data.vocabulary.empty())
+    throw InputError("data.vocabulary: not set; name the folder of GPT-2's vocab.bpe: --set data.vocabulary=data/gpt2_vocab");
   const Gpt2Tokenizer tokenizer(model.config.data.vocabulary, model.config.model.vocab_size);
   const std::string prompt = arguments.flags["prompt"].as<std::string>();
   std::vector<int32_t> context = {tokenizer.bos()};

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/core/device.h"
@@ -22,11 +23,13 @@ class MemoryPlan {
   size_t total_bytes() const { return total_; }
   std::string table() const;  // one line a category, largest first, then the sum
 
-  // Throws Error with the table and `advice` (which keys to change) if the device has less free memory than the plan needs.
+  // Throws InputError, one line with every part and `advice` (which keys to change), if the device has less free memory than the
+  // plan needs.
   void check(const Device& device, const std::string& advice) const;
 
  private:
   friend class Arena;
+  std::vector<std::pair<std::string, size_t>> by_category() const;  // bytes, largest first
   struct Entry {
     std::string category;
     void** slot;

@@ -35,7 +35,8 @@ kernels::Softcap softcap(SoftcapKind kind) {
 }
 
 double attention_scale(const Config::Model& model) {
-  return model.attention_scale > 0 ? model.attention_scale : 1 / std::sqrt(static_cast<double>(model.width / model.num_heads));
+  const int head_size = model.width / model.num_heads;
+  return model.attention_scale > 0 ? model.attention_scale : 1 / std::sqrt(static_cast<double>(head_size));
 }
 
 }  // namespace

@@ -50,9 +50,7 @@ std::vector<ParameterSpec> table_of(const Config::Model& model) { return paramet
 template <class T>
 struct Instance {
   Instance(const Config::Model& model, const GptShape& shape, int threads = 2, double spread = 0.3)
-      : device(make_cpu_device(threads)),
-        parameters(table_of(model)),
-        gpt(model, shape, *device, parameters) {
+      : device(make_cpu_device(threads)), parameters(table_of(model)), gpt(model, shape, *device, parameters) {
     MemoryPlan plan;
     parameters.plan(plan);
     gpt.plan(plan);

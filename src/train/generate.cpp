@@ -53,12 +53,17 @@ int32_t choose_token(const std::vector<float>& logits, int64_t vocab_size, const
   return ids[last];
 }
 
+void check_options(const GenerateOptions& options) {
+  if (options.tokens < 0) throw InputError(fmt::format("--tokens {}: expected 0 or more", options.tokens));
+  if (!(options.temperature >= 0) || std::isinf(options.temperature)) {
+    throw InputError(fmt::format("--temperature {}: expected a number from 0 on", options.temperature));
+  }
+  if (options.top_k < 0) throw InputError(fmt::format("--top-k {}: expected 0 or more", options.top_k));
+}
+
 void generate(Engine& engine, const Config& config, const GenerateOptions& options, std::vector<int32_t> context,
               const std::function<bool(int32_t)>& emit) {
-  if (options.tokens < 0) throw InputError(fmt::format("--tokens {}: expected 0 or more", options.tokens));
-  if (!(options.temperature >= 0) || std::isinf(options.temperature))
-    throw InputError(fmt::format("--temperature {}: expected a number from 0 on", options.temperature));
-  if (options.top_k < 0) throw InputError(fmt::format("--top-k {}: expected 0 or more", options.top_k));
+  check_options(options);
   const auto row = static_cast<size_t>(row_tokens(config));
   for (int i = 0; i < options.tokens; ++i) {
     if (context.size() > row) context.erase(context.begin(), context.end() - static_cast<std::ptrdiff_t>(row));

@@ -16,6 +16,8 @@ struct GenerateOptions {
   uint64_t seed = 1;         // same seed, same text
 };
 
+void check_options(const GenerateOptions& options);  // throws InputError naming the flag that is out of range
+
 // One id out of `logits`, only ids below vocab_size; `index` counts the draws. A logit of −∞ is never chosen; throws Error
 // (non_finite) for NaN, +∞, or if none is finite.
 int32_t choose_token(const std::vector<float>& logits, int64_t vocab_size, const GenerateOptions& options, uint64_t index);

@@ -1,5 +1,6 @@
 #pragma once
-// SIGINT and SIGTERM: the first asks the loop to stop after the current step and save, a second one ends the process at once.
+// SIGINT and SIGTERM: the first asks the loop to stop after the current step and save, a second one, a second or more later, ends
+// the process at once.
 
 namespace speedrun {
 

@@ -2,6 +2,7 @@
 // A tiny run in a temporary folder, for the tests of this folder: shards, config, folder, all removed afterwards.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -21,8 +22,9 @@ class TestFolder {
  public:
   TestFolder() {
     const ::testing::TestInfo* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    path_ = std::filesystem::temp_directory_path() /
-            ("speedrun_" + std::string(info->test_suite_name()) + "_" + info->name() + "_" + std::to_string(getpid()));
+    std::string name = "speedrun_" + std::string(info->test_suite_name()) + "_" + info->name() + "_" + std::to_string(getpid());
+    std::replace(name.begin(), name.end(), '/', '_');  // names of parametrised tests have slashes
+    path_ = std::filesystem::temp_directory_path() / name;
     std::filesystem::remove_all(path_);
     std::filesystem::create_directories(path_);
   }

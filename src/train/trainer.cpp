@@ -275,8 +275,9 @@ bool Trainer::loop() {
     }
     if (!failure_.empty()) return false;
     const int completed = step + 1;
+    // A validation that is due is made even before a stop: a resumed run would not come by it again.
     const bool stop = StopSignal::received() != 0;
-    const bool evaluate_now = eval_due(config_, completed) && !stop, save_now = checkpoint_due(config_, completed) || stop;
+    const bool evaluate_now = eval_due(config_, completed), save_now = checkpoint_due(config_, completed) || stop;
     if (!evaluate_now && !save_now) continue;
     if (!settle()) return false;
     if (evaluate_now) validate(completed);

@@ -133,7 +133,8 @@ TEST_P(BothArchitectures, TheMicroBatchDoesNotMatterBeyondRounding) {
   for (const char* name : {"32", "64"}) {
     const std::vector<double> losses = train_losses(runs / name);
     ASSERT_EQ(losses.size(), reference.size());
-    for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], reference[i], GetParam().cuda ? 2e-2 : 2e-4) << name << " step " << i;
+    for (size_t i = 0; i < losses.size(); ++i)
+      EXPECT_NEAR(losses[i], reference[i], GetParam().cuda ? 2e-2 : 2e-4) << name << " step " << i;
     EXPECT_NEAR(losses[0], reference[0], GetParam().cuda ? 5e-4 : 1e-6);
   }
 }

@@ -48,6 +48,7 @@ void add_muon(std::vector<GemmKey>& products, int64_t m, int64_t n, int batch) {
                       .stride_b = gram,
                       .stride_c = gram,
                       .stride_d = gram});
+  if (m == n) return;  // then X <- aX + BX has the shape of B = bA + cA²
   products.push_back({.m = m,
                       .n = n,
                       .k = m,

@@ -334,6 +334,23 @@ TEST(Trainer, ASignalSavesAndAResumeGoesOn) {
   EXPECT_EQ(train_losses(run).size(), 38u);
 }
 
+TEST(Trainer, RowsOfDocumentsTrainAndResumeExactly) {
+  TestFolder folder;
+  nlohmann::json patch = optimization_track_patch();
+  // Four rows of 64 tokens, documents of 97 tokens cut at 40: every row holds borders.
+  patch.merge_patch(
+      {{"data", {{"reader", "documents"}, {"document_rows", 4}, {"max_seq_len", 40}, {"repeat", 3}}}, {"eval", {{"tokens", 640}}}});
+  const auto config = write_test_config(folder.path(), patch);
+  ASSERT_EQ(train_config(config), 0);
+  ASSERT_EQ(train_config(config, {"run.name=cut"}), 0);
+  const auto runs = folder.path() / "runs";
+  for (const int step : {14, 20}) std::filesystem::remove(checkpoint_path(runs / "cut", step));
+  ASSERT_EQ(resume_run(runs / "cut"), 0);
+  const std::vector<double> losses = train_losses(runs / "r");
+  EXPECT_EQ(train_losses(runs / "cut"), losses);
+  EXPECT_LT(losses.back(), losses.front() - 0.5);
+}
+
 TEST(Trainer, TooLittleDataIsRefusedBeforeTheFirstStep) {
   TestFolder folder;
   const auto config = write_test_config(folder.path());

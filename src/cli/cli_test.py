@@ -114,6 +114,7 @@ class CliTest(unittest.TestCase):
         self.refused("train", "test.json", "--set", names=["set"])
         self.refused("eval", names=["RUN"])
         self.refused("data", "nope", names=["nope"])
+        self.refused("train", "test.json", "--dump-grads", "", names=["--dump-grads"])
         self.refused("bench", "nope", names=["bench"])
 
     def test_configs_that_make_no_sense(self):
@@ -166,6 +167,14 @@ class CliTest(unittest.TestCase):
         evaluations = [int(line.split()[columns.index("eval")]) for line in lines[1:]]
         self.assertEqual(evaluations, [0, 0, 0, 0, 1, 0, 0, 0, 0, 1])
         self.assertFalse(self.run_folder.exists())
+
+    def test_a_full_disk_behind_standard_output_is_an_error(self):
+        for flag in ("--print-config", "--print-schedule", "--help-config"):
+            with open("/dev/full", "wb") as full:
+                done = subprocess.run([SPEEDRUN, "train", "test.json", flag], cwd=self.folder, stdout=full,
+                                      stderr=subprocess.PIPE, check=False)
+            self.assertEqual(done.returncode, 1, flag)
+            self.assertRegex(done.stderr.decode(), r"^speedrun: .*No space left on device\n$")
 
     def test_dry_run_makes_nothing(self):
         text, _ = self.speedrun("train", "test.json", "--dry-run")

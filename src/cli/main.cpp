@@ -1,5 +1,6 @@
 // speedrun: trains GPT-2-scale language models to a target validation loss and times it.
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -62,7 +63,9 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    if (std::fflush(stdout) != 0) throw speedrun::Error(fmt::format("standard output cannot be written: {}", std::strerror(errno)));
+    return code;
   } catch (const speedrun::Error& error) {
     std::fflush(stdout);
     std::fprintf(stderr, "speedrun: %s\n", error.what());

@@ -48,11 +48,14 @@ int train_command(int argc, char** argv) {
     return 0;
   }
   if (arguments.has("print-schedule")) {
-    fmt::print("{}", print_schedule(run.config));
+    print_schedule(run.config, [](const std::string& lines) { fmt::print("{}", lines); });
     return 0;
   }
   run.dry_run = arguments.has("dry-run");
-  if (arguments.has("dump-grads")) run.gradients_file = arguments.flags["dump-grads"].as<std::string>();
+  if (arguments.has("dump-grads")) {
+    run.gradients_file = arguments.flags["dump-grads"].as<std::string>();
+    if (run.gradients_file.empty()) throw InputError("train: --dump-grads: expected the name of a file");
+  }
   Log log;
   return train(run, log);
 }

@@ -125,7 +125,7 @@ void add_train(Table& f, Config::Train& c) {
   f.add("train.stop_at_target", c.stop_at_target, "stop at the first validation at or below the target");
   f.add("train.device", c.device, "auto: CUDA if there is a GPU");
   f.add("train.device_ordinal", c.device_ordinal, Range{0, 1023}, "which GPU");
-  f.add("train.threads", c.threads, Range{0, 4096}, "CPU threads; 0: all");
+  f.add("train.threads", c.threads, Range{0, 1024}, "CPU threads; 0: all");
   f.add("train.init_weights", c.init_weights, TextKind::file,
         "safetensors file with the initial weights; empty: drawn from the seed");
   f.add("train.logits_chunk_tokens", c.logits_chunk_tokens, Range{0, kMaxTokens},

@@ -279,6 +279,20 @@ std::string dump_config(const Config& config) {
   return out.append("\n}\n");
 }
 
+std::vector<KeyChange> changed_keys(const Config& before, const Config& after) {
+  Config old_config = before, new_config = after;
+  // Both tables get the same keys: a layer that one of them does not name has the defaults there.
+  for (const auto& [index, layer] : old_config.model.layers) new_config.model.layers.try_emplace(index);
+  for (const auto& [index, layer] : new_config.model.layers) old_config.model.layers.try_emplace(index);
+  const std::vector<Field> old_fields = config_fields(old_config), new_fields = config_fields(new_config);
+  std::vector<KeyChange> changes;
+  for (size_t i = 0; i < old_fields.size(); ++i) {
+    KeyChange change{old_fields[i].key, json_text(old_fields[i].member), json_text(new_fields[i].member)};
+    if (change.before != change.after) changes.push_back(std::move(change));
+  }
+  return changes;
+}
+
 std::string describe_keys() {
   Config defaults;
   Config::Model::Layer layer;

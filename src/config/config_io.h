@@ -28,6 +28,13 @@ Config parse_config(std::string_view text, const std::string& name, const std::f
 // Every key with its value as JSON, without "extends"; load_config of it gives an equal Config, wherever the text is stored.
 std::string dump_config(const Config& config);
 
+struct KeyChange {
+  std::string key, before, after;  // values as JSON
+};
+
+// The keys whose values differ, in the order of the table.
+std::vector<KeyChange> changed_keys(const Config& before, const Config& after);
+
 // Throws InputError on the first impossible combination of keys. `source` names the config in the message. What depends on the
 // run's ranks or data (a batch that the ranks cannot share, missing shards) is checked where it is known.
 void validate(const Config& config, const std::string& source);

@@ -289,6 +289,9 @@ TEST_F(ConfigTest, ImpossibleCombinations) {
   refused({"schedule.lr.cooldown_steps=600"}, "schedule.lr.shape = constant");
   refused({"schedule.momentum.warmup_steps=600", "schedule.momentum.cooldown_steps=401"}, "schedule.momentum.warmup_steps");
   refused({"schedule.steps=1000000000", "schedule.scale=2"}, "schedule.scale = 2");
+  refused({"run.dir="}, "run.dir is empty");
+  for (const std::string name : {".", "..", "a/b", "/a", "../a"}) refused({"run.name=" + name}, "run.name = " + name + " must be");
+  refused({"run.name=a\nb"}, "run.name holds control characters");
 
   EXPECT_EQ(refusal("{}", {"optim.head.lr=1", "optim.embedding.lr=1"}), "accepted") << "the same values are no contradiction";
   EXPECT_EQ(refusal("{}", {"schedule.steps=0"}), "accepted");
@@ -318,11 +321,25 @@ TEST_F(ConfigTest, DumpLoadsBackEqual) {
     config.model.layers[1].window = WindowKind::long_window;
     config.optim.matrix.lr = 0.1 + 0.2;
     config.train.seed = 0xFFFFFFFFFFFFFFFF;
-    config.run.name = "\"quoted\" \\ and\nmore";
+    config.run.dir = "\"quoted\" \\ and\nmore";
     const std::string text = dump_config(config);
     EXPECT_EQ(load(text), config) << file;
     EXPECT_EQ(dump_config(load(text)), text) << file;
   }
+}
+
+TEST_F(ConfigTest, ChangedKeysAreThoseThatDiffer) {
+  const Config before = load("{}");
+  EXPECT_TRUE(changed_keys(before, before).empty());
+  const std::vector<KeyChange> changes =
+      changed_keys(before, load("{}", {"train.seed=7", "model.layers.3.window=long", "run.name=x", "model.layers.1.window=full"}));
+  ASSERT_EQ(changes.size(), 3u) << "a layer named with its default value is no change";
+  EXPECT_EQ(changes[0].key, "model.layers.3.window");
+  EXPECT_EQ(changes[0].before, "\"full\"");
+  EXPECT_EQ(changes[0].after, "\"long\"");
+  EXPECT_EQ(changes[1].key, "train.seed");
+  EXPECT_EQ(changes[1].after, "7");
+  EXPECT_EQ(changes[2].key, "run.name");
 }
 
 TEST_F(ConfigTest, DumpHoldsEveryKey) {

@@ -1,6 +1,7 @@
 // Combinations of keys that cannot be trained. Types and ranges of single keys are checked where they are read.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/base/error.h"
@@ -103,6 +104,14 @@ void check_schedule(const Check& check, const Config::Schedule& schedule) {
              schedule.steps, schedule.scale, kMaxSteps);
 }
 
+void check_run(const Check& check, const Config::Run& run) {
+  check.that(!run.dir.empty(), "run.dir is empty: name a folder, for example runs, or . for the working directory");
+  const bool control = std::any_of(run.name.begin(), run.name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
+  check.that(!control, "run.name holds control characters; expected the name of a folder");
+  check.that(run.name != "." && run.name != ".." && run.name.find('/') == std::string::npos,
+             "run.name = {} must be the name of one folder; the folder it is made in is run.dir", run.name);
+}
+
 }  // namespace
 
 void validate(const Config& config, const std::string& source) {
@@ -111,6 +120,7 @@ void validate(const Config& config, const std::string& source) {
   check_batch(check, config);
   check_optim(check, config);
   check_schedule(check, config.schedule);
+  check_run(check, config.run);
 }
 
 void validate_for_cuda(const Config& config, const std::string& source) {

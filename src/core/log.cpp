@@ -21,6 +21,19 @@ Log::~Log() {
 void Log::open(const std::string& path, bool append) {
   file_ = std::fopen(path.c_str(), append ? "a" : "w");
   if (file_ == nullptr) throw Error(fmt::format("{}: cannot be written: {}", path, std::strerror(errno)));
+  path_ = path;
+  to_file(backlog_);
+  backlog_.clear();
+}
+
+void Log::to_file(const std::string& text) {
+  if (file_ == nullptr) {
+    backlog_ += text;
+    return;
+  }
+  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
+    throw Error(fmt::format("{}: cannot be written: {}", path_, std::strerror(errno)));
+  }
 }
 
 void Log::end_progress() {
@@ -33,10 +46,7 @@ void Log::line(const std::string& text) {
   end_progress();
   fmt::print(stream_, "{}\n", text);
   std::fflush(stream_);
-  if (file_ != nullptr) {
-    fmt::print(file_, "{}\n", text);
-    std::fflush(file_);
-  }
+  to_file(text + "\n");
 }
 
 void Log::progress(const std::string& text) {
@@ -47,7 +57,7 @@ void Log::progress(const std::string& text) {
   fmt::print(stream_, "\r{:<{}}", text, progress_width_);
   std::fflush(stream_);
   progress_width_ = text.size();
-  if (file_ != nullptr) fmt::print(file_, "{}\n", text);
+  to_file(text + "\n");
 }
 
 }  // namespace speedrun

@@ -13,7 +13,8 @@ namespace {
 // Passes over the shards beyond the configured ones in which the smallest sufficient repeat is sought.
 constexpr int64_t kExtraEpochs = 64;
 
-std::string describe(const Sufficiency& result, const ReaderOptions& options) {
+std::string describe(const Sufficiency& result, ReaderRule rule, const ReaderOptions& options,
+                     const std::vector<StepRun>& schedule) {
   const std::string present = fmt::format("{} shards of {} hold {} tokens (data.repeat {})", options.shards.shards.size(),
                                           quoted_path(options.shards.pattern), result.tokens_present, options.repeat);
   if (result.sufficient)
@@ -24,6 +25,11 @@ std::string describe(const Sufficiency& result, const ReaderOptions& options) {
                           result.steps_available);
   } else if (result.steps_available > 0) {
     way_out = fmt::format("add shards or lower schedule.steps to {}", result.steps_available);
+  } else if (rule == ReaderRule::documents) {
+    way_out = fmt::format(
+        "no shard has the documents for one step (token id {} starts one, data.max_seq_len = {} cuts it; `speedrun data inspect` "
+        "counts them): use other shards, raise data.max_seq_len, or lower train.batch_tokens",
+        options.bos_id, schedule.front().shape.max_seq_len);
   } else {
     way_out = "no shard is long enough for one step: use longer shards or lower train.batch_tokens";
   }
@@ -64,7 +70,7 @@ Sufficiency check_sufficient(ReaderRule rule, const ReaderOptions& options, cons
   result.sufficient = first_without_data < 0;
   result.steps_available = result.sufficient ? result.steps_needed : first_without_data;
   result.repeat_needed = walked_through ? reader->state().epoch + 1 : 0;
-  result.message = describe(result, options);
+  result.message = describe(result, rule, options, schedule);
   return result;
 }
 

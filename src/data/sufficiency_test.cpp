@@ -66,6 +66,14 @@ TEST_F(SufficiencyTest, RowsNeedNoLook) {
   expect_contains(input_error([&] { check_sufficient(ReaderRule::documents, options(), {{{32, 4, 8}, 3}}); }), {"60000"});
 }
 
+TEST_F(SufficiencyTest, ShardsWithoutDocumentsAreCalledThat) {
+  add_shard("a.bin", std::vector<uint16_t>(1000, 7));
+  const Sufficiency none = check_sufficient(ReaderRule::documents, options(), {{{32, 4, 8}, 3}});
+  EXPECT_FALSE(none.sufficient);
+  expect_contains(none.message,
+                  {"token id " + std::to_string(options().bos_id) + " starts one", "data.max_seq_len = 8", "inspect"});
+}
+
 TEST_F(SufficiencyTest, AgreesWithTheReaders) {
   for (uint32_t seed = 0; seed < 20; ++seed) {
     for (uint32_t i = 0; i < 3; ++i) add_shard(std::to_string(i) + ".bin", documents(random_lengths(150, 40, seed + i), seed));

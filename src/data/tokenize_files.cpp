@@ -162,7 +162,9 @@ TokenizeSummary tokenize_files(const Gpt2Tokenizer& tokenizer, const TokenizeOpt
   if (options.shard_tokens < 1 || options.shard_tokens > kMaxShardTokens) {
     throw InputError(fmt::format("--shard-tokens {}: expected 1 to {}", options.shard_tokens, kMaxShardTokens));
   }
-  if (options.threads < 1) throw InputError(fmt::format("--threads {}: expected at least 1", options.threads));
+  constexpr int kMaxThreads = 1024;
+  if (options.threads < 1 || options.threads > kMaxThreads)
+    throw InputError(fmt::format("--threads {}: expected 1 to {}", options.threads, kMaxThreads));
   DocumentSource source(options.inputs, options.format == TextFormat::jsonl ? "\n" : options.separator);
   ShardWriter writer(options.out_prefix, options.shard_tokens);
   std::vector<DocumentTokenizer> tokenizers;

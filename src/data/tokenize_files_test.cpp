@@ -189,6 +189,8 @@ TEST_F(TokenizeFiles, RefusesBadInputs) {
   options_.shard_tokens = 10;
   options_.threads = 0;
   EXPECT_NE(error().find("--threads 0"), std::string::npos);
+  options_.threads = 100000;
+  EXPECT_NE(error().find("--threads 100000"), std::string::npos);
   options_.threads = 1;
   EXPECT_NO_THROW(run());
   EXPECT_NE(error().find("is there already"), std::string::npos);

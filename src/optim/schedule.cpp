@@ -107,7 +107,8 @@ bool checkpoint_due(const Config& config, int completed) {
   return checkpoint.every > 0 && completed > 0 && completed <= steps && completed % checkpoint.every == 0;
 }
 
-std::string print_schedule(const Config& config) {
+void print_schedule(const Config& config, const std::function<void(const std::string&)>& write) {
+  constexpr size_t kPieceBytes = 1 << 16;
   std::string out = "# step lr_factor lr.embedding lr.position lr.head lr.matrix lr.vector momentum batch_tokens eval checkpoint\n";
   const int steps = num_steps(config);
   const auto end = std::back_inserter(out);
@@ -117,8 +118,11 @@ std::string print_schedule(const Config& config) {
     for (const GroupStep& group : values.groups) fmt::format_to(end, " {:.8g}", group.update ? group.lr : 0.0);
     fmt::format_to(end, " {:.8g} {} {:d} {:d}\n", values.muon_momentum, values.batch_tokens, eval_due(config, step + 1),
                    checkpoint_due(config, step + 1));
+    if (out.size() < kPieceBytes) continue;
+    write(out);
+    out.clear();
   }
-  return out;
+  write(out);
 }
 
 }  // namespace speedrun

@@ -6,6 +6,7 @@
 // them.
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "src/config/config.h"
@@ -65,7 +66,8 @@ bool eval_due(const Config& config, int completed);
 bool checkpoint_due(const Config& config, int completed);
 
 // One line a step, its number first; the header line starts with '#'. A group that only sums gradients in a step shows lr 0. eval
-// and checkpoint (0 or 1) are what happens after the step.
-std::string print_schedule(const Config& config);
+// and checkpoint (0 or 1) are what happens after the step. `write` gets the text in pieces of whole lines: a long schedule is never
+// in memory.
+void print_schedule(const Config& config, const std::function<void(const std::string&)>& write);
 
 }  // namespace speedrun

@@ -217,7 +217,10 @@ TEST(CheckpointDue, EveryAndEnd) {
 TEST(PrintSchedule, OneLineAStepItsNumberFirst) {
   Config config = track();
   config.schedule.scale = 0.004;
-  std::istringstream lines(print_schedule(config));
+  std::string text;
+  const auto append = [&](const std::string& piece) { text += piece; };
+  print_schedule(config, append);
+  std::istringstream lines(text);
   std::string line;
   std::getline(lines, line);
   EXPECT_EQ(line, "# step lr_factor lr.embedding lr.position lr.head lr.matrix lr.vector momentum batch_tokens eval checkpoint");
@@ -233,8 +236,24 @@ TEST(PrintSchedule, OneLineAStepItsNumberFirst) {
   }
   EXPECT_EQ(step, 13);
   config.schedule.steps = 0;
-  const std::string empty = print_schedule(config);
-  EXPECT_EQ(std::count(empty.begin(), empty.end(), '\n'), 1) << "the header alone";
+  text.clear();
+  print_schedule(config, append);
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << "the header alone";
+}
+
+TEST(PrintSchedule, ALongScheduleComesInPieces) {
+  Config config = track();
+  config.schedule.steps = 20000;
+  config.schedule.scale = 1;
+  int64_t lines = 0;
+  size_t longest = 0;
+  print_schedule(config, [&](const std::string& piece) {
+    EXPECT_EQ(piece.back(), '\n');
+    lines += std::count(piece.begin(), piece.end(), '\n');
+    longest = std::max(longest, piece.size());
+  });
+  EXPECT_EQ(lines, 20001);
+  EXPECT_LT(longest, size_t{1} << 17);
 }
 
 }  // namespace

@@ -92,6 +92,18 @@ uint64_t expected_bytes(const Section& section) {
   return bytes;
 }
 
+// Weights can become infinite in an update whose gradients are finite (a huge learning rate). No run can go on from such a file.
+void check_finite_weights(const std::filesystem::path& path, const StateEntry& entry, const std::vector<std::byte>& bytes) {
+  if (!entry.name.starts_with("parameter/") || entry.dtype != DType::f32) return;
+  bool finite = true;
+  for (size_t i = 0; i < bytes.size(); i += sizeof(float)) {
+    float value;
+    std::memcpy(&value, bytes.data() + i, sizeof value);
+    finite &= std::isfinite(value);
+  }
+  if (!finite) throw Error(fmt::format("{}: not written: {} is not finite", path.string(), entry.name), ExitCode::non_finite);
+}
+
 struct Header {
   CheckpointMeta meta;
   std::vector<Section> sections;
@@ -212,6 +224,7 @@ void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& m
     const std::vector<std::byte> bytes = state[i].read();
     require(bytes.size() == sections[i].bytes, "internal: section ", sections[i].name, " has ", bytes.size(), " bytes, expected ",
             sections[i].bytes);
+    check_finite_weights(path, state[i], bytes);
     sections[i].hash = hex(hash_bytes(bytes.data(), bytes.size()));
     file.write_at(sections[i].offset, bytes.data(), bytes.size());
   }

@@ -29,6 +29,7 @@ struct CheckpointMeta {
   std::string shards_hash;  // of the train shard list
 };
 
+// Throws Error if the file cannot be written, with ExitCode::non_finite if a parameter is not finite; the file is then not there.
 void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& meta, const std::vector<StateEntry>& state);
 
 // Reads and verifies the header; throws InputError naming the file and what is wrong.

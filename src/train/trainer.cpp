@@ -1,6 +1,7 @@
 #include "src/train/trainer.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <memory>
@@ -49,6 +50,7 @@ class Trainer {
   void open_data();
   void build_engine();
   void start_or_resume();
+  void check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint);
   bool loop();  // false: stopped before the last step
   void submit(int step);
   void take(const StepResult& result);
@@ -122,6 +124,21 @@ void Trainer::build_engine() {
   record_.parameters = engine_->parameter_count();
 }
 
+// A resumed run goes on with the same model on the same steps: other keys may change, and the log says which.
+void Trainer::check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint) {
+  constexpr std::array<std::string_view, 5> kFixed = {"train.batch_tokens", "train.seq_len", "data.reader", "data.max_seq_len",
+                                                      "data.document_rows"};
+  const Config before = parse_config(meta.config, checkpoint.string(), std::filesystem::current_path());
+  for (const KeyChange& change : changed_keys(before, config_)) {
+    const bool model = change.key.starts_with("model.") && change.key != "model.init";
+    if (model || std::find(kFixed.begin(), kFixed.end(), change.key) != kFixed.end()) {
+      throw InputError(fmt::format("{}: was trained with {} = {}, not {}: resume with the same value, or start a new run",
+                                   checkpoint.string(), change.key, change.before, change.after));
+    }
+    log_.line(fmt::format("changed since the checkpoint: {} from {} to {}", change.key, change.before, change.after));
+  }
+}
+
 void Trainer::start_or_resume() {
   enter(Phase::warmup);
   engine_->warm_up();
@@ -133,6 +150,7 @@ void Trainer::start_or_resume() {
   }
   const auto checkpoint = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
   if (!checkpoint) throw InputError(folder_->path().string() + ": holds no good checkpoint to resume from; start the run anew");
+  check_same_training(read_checkpoint_meta(*checkpoint), *checkpoint);
   const CheckpointMeta meta = load_checkpoint(*checkpoint, engine_->state(), false);
   if (meta.shards_hash != fmt::format("{:016x}", train_shards_.hash)) {
     throw InputError(fmt::format("{}: was trained on other shards (hash {}, data.train has {:016x}): resume with the same data",
@@ -148,7 +166,7 @@ void Trainer::start_or_resume() {
   if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
   record_.joules = meta.joules;
   tokens_done_ = static_cast<int64_t>(meta.step) * config_.train.batch_tokens;
-  folder_->trim_metrics(first_step_);
+  if (options_.gradients_file.empty()) folder_->trim_metrics(first_step_);
   log_.line(fmt::format("resumed from {} after {} steps, clock {}", checkpoint->string(), meta.step,
                         duration(clock_.seconds(Phase::training))));
 }
@@ -230,6 +248,10 @@ void Trainer::validate(int completed) {
   log_.line(fmt::format("step {}/{}  validation loss {:.4f} on {} tokens  clock {:.3f} s{}", completed, steps_, loss,
                         config_.eval.tokens, clock,
                         hit ? fmt::format("  (target {} reached)", config_.train.target_loss) : std::string()));
+  // Finite gradients can still make a weight infinite (a huge learning rate): such weights are not to become a checkpoint. Of
+  // initial weights the first step says more: which tensor it is.
+  if (!std::isfinite(loss) && (completed > 0 || steps_ == 0))
+    failure_ = fmt::format("the validation loss after {} steps is not finite", completed);
 }
 
 void Trainer::save(int completed) {
@@ -249,7 +271,13 @@ void Trainer::save(int completed) {
   meta.config = dump_config(config_);
   meta.shards_hash = fmt::format("{:016x}", train_shards_.hash);
   const std::filesystem::path path = checkpoint_path(folder_->path(), completed);
-  write_checkpoint(path, meta, engine_->state());
+  try {
+    write_checkpoint(path, meta, engine_->state());
+  } catch (const Error& error) {
+    if (error.code() != ExitCode::non_finite) throw;
+    failure_ = error.what();
+    return;
+  }
   prune_checkpoints(folder_->path(), config_.checkpoint.keep);
   saved_ = completed;
   log_.line(fmt::format("checkpoint {}", path.string()));
@@ -281,8 +309,10 @@ bool Trainer::loop() {
     if (!evaluate_now && !save_now) continue;
     if (!settle()) return false;
     if (evaluate_now) validate(completed);
+    if (!failure_.empty()) return false;
     const bool at_target = record_.reached && config_.train.stop_at_target;
     if (save_now || (at_target && config_.checkpoint.at_end)) save(completed);
+    if (!failure_.empty()) return false;
     if (stop || at_target) return completed == steps_;
     enter(Phase::training);
   }
@@ -344,11 +374,7 @@ void Trainer::announce() {
 int Trainer::run() {
   steps_ = num_steps(config_);
   StopSignal signals;
-  const bool keeps_run = !options_.dry_run && options_.gradients_file.empty();
-  if (keeps_run) {
-    folder_ = options_.resume ? RunFolder::open(*options_.resume) : RunFolder::create(config_, options_.config_name);
-    log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
-  }
+  if (options_.resume) folder_ = RunFolder::open(*options_.resume);
   announce();
   open_data();
   build_engine();
@@ -356,11 +382,15 @@ int Trainer::run() {
     log_.line("dry run: data and memory suffice");
     return 0;
   }
-  start_or_resume();
   if (!options_.gradients_file.empty()) {
+    start_or_resume();
     write_gradients();
     return 0;
   }
+  // Only now that data and memory suffice is there a run to leave a folder of.
+  if (!folder_) folder_ = RunFolder::create(config_, options_.config_name);
+  log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
+  start_or_resume();
   folder_->write_config(config_);
   metrics_.emplace(folder_->path() / "metrics.jsonl");
   for (const std::string& text : engine_->notes()) log_.line(text);

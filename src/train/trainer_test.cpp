@@ -362,6 +362,87 @@ TEST(Trainer, TooLittleDataIsRefusedBeforeTheFirstStep) {
   }
 }
 
+TEST(Trainer, ARefusedStartLeavesNoFolder) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path());
+  EXPECT_THROW(train_config(config, {"data.train=absent.bin"}), InputError);
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "runs" / "r"));
+}
+
+TEST(Trainer, AValidationLossThatIsNotFiniteEndsTheRunWithoutACheckpointOfIt) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), {{"eval", {{"every", 2}}}, {"checkpoint", {{"every", 1}}}});
+  const auto run = folder.path() / "runs" / "r";
+  ASSERT_EQ(train_config(config, {"schedule.steps=1"}), 0);
+  try {  // decay alone makes the embedding infinite in one update, with finite gradients
+    resume_run(run, {"schedule.steps=2", "optim.embedding.weight_decay=1e300"});
+    FAIL() << "a NaN validation loss was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::non_finite);
+    const std::string message = error.what();
+    EXPECT_NE(message.find("validation loss after 2 steps"), std::string::npos) << message;
+    EXPECT_NE(message.find(checkpoint_path(run, 1).string()), std::string::npos) << message;
+  }
+  EXPECT_FALSE(std::filesystem::exists(checkpoint_path(run, 2)));
+}
+
+TEST(Trainer, WeightsThatAreNotFiniteAreNotSaved) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), {{"eval", {{"every", 0}}}, {"checkpoint", {{"every", 1}}}});
+  const auto run = folder.path() / "runs" / "r";
+  ASSERT_EQ(train_config(config, {"schedule.steps=1"}), 0);
+  try {
+    resume_run(run, {"schedule.steps=9", "optim.embedding.weight_decay=1e300"});
+    FAIL() << "weights that are not finite were saved";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::non_finite);
+    const std::string message = error.what();
+    EXPECT_NE(message.find("parameter/wte is not finite"), std::string::npos) << message;
+    EXPECT_NE(message.find(checkpoint_path(run, 1).string()), std::string::npos) << message;
+  }
+  EXPECT_FALSE(std::filesystem::exists(checkpoint_path(run, 2)));
+  EXPECT_TRUE(std::filesystem::exists(run / "result.json"));
+  EXPECT_EQ(resume_run(run, {"schedule.steps=3", "optim.embedding.weight_decay=0"}), 0) << "the good checkpoint goes on";
+}
+
+TEST(Trainer, ResumeWithAnotherModelOrOtherStepsIsRefusedByKey) {
+  TestFolder folder;
+  ASSERT_EQ(train_config(write_test_config(folder.path())), 0);
+  const auto refusal = [&](const std::vector<std::string>& changes) {
+    try {
+      resume_run(folder.path() / "runs" / "r", changes);
+    } catch (const InputError& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  for (const std::string key : {"model.activation=relu2", "model.norm_eps=0.001", "model.num_layers=3", "train.batch_tokens=128",
+                                "train.seq_len=16", "data.max_seq_len=16"}) {
+    const std::string message = refusal({"schedule.steps=25", key});
+    EXPECT_NE(message.find("was trained with " + key.substr(0, key.find('='))), std::string::npos) << message;
+  }
+  EXPECT_EQ(refusal({"schedule.steps=25", "optim.matrix.lr=0.02"}), "accepted");
+  const std::string log = read_file((folder.path() / "runs" / "r" / "log.txt").string());
+  EXPECT_NE(log.find("changed since the checkpoint: optim.matrix.lr from 0.01 to 0.02"), std::string::npos);
+}
+
+TEST(Trainer, GradientsOfAResumedRunLeaveTheRunAlone) {
+  TestFolder folder;
+  ASSERT_EQ(train_config(write_test_config(folder.path()), {"schedule.steps=8"}), 0);  // newest checkpoint: step 8
+  const auto run = folder.path() / "runs" / "r";
+  std::filesystem::remove(checkpoint_path(run, 8));
+  const auto files = [&] { return read_file((run / "log.txt").string()) + read_file((run / "metrics.jsonl").string()); };
+  const std::string before = files();
+  Log log;
+  TrainOptions options;
+  options.resume = run;
+  options.config = load_config(run / "config.json");
+  options.gradients_file = (folder.path() / "gradients.safetensors").string();
+  EXPECT_EQ(train(options, log), 0);
+  EXPECT_TRUE(std::filesystem::exists(options.gradients_file));
+  EXPECT_EQ(files(), before);
+}
+
 TEST(Trainer, ResumeWithOtherShardsIsRefused) {
   TestFolder folder;
   const auto config = write_test_config(folder.path());

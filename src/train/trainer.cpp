@@ -78,6 +78,7 @@ class Trainer {
   int first_step_ = 0, completed_ = 0, steps_ = 0;
   int saved_ = -1;  // completed updates of the newest checkpoint
   double flops_per_token_ = 0;
+  double carried_s_ = 0;     // of all phases, from the processes that a resumed run continues
   double joules_mark_ = -1;  // energy counter when the training clock started; -1: not running or not measured
   double progress_at_ = -1;  // wall seconds of the last progress line
   double speed_clock_ = 0;   // where the current speed window began: clock, tokens
@@ -161,7 +162,9 @@ void Trainer::start_or_resume() {
                                  meta.step, steps_));
   reader_->restore(meta.reader);
   first_step_ = completed_ = saved_ = meta.step;
+  const double before = clock_.total();
   for (int p = 0; p < kNumPhases; ++p) clock_.add(static_cast<Phase>(p), meta.clock_s[p]);
+  carried_s_ = clock_.total() - before;
   if (meta.has_val_loss) record_.val_loss = meta.last_val_loss;
   if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
   record_.joules = meta.joules;
@@ -198,7 +201,7 @@ void Trainer::take(const StepResult& result) {
   tokens_done_ += config_.train.batch_tokens;
   record_.train_loss = result.loss;
   const double clock = clock_.seconds(Phase::training);
-  if (record_.first_step_s == 0) record_.first_step_s = clock_.total();
+  if (record_.first_step_s == 0) record_.first_step_s = clock_.total() - carried_s_;
   // Speed over the last second or so, so that a line shows the present and not the mean since the start.
   if (clock - speed_clock_ > 1 || tokens_per_s_ == 0) {
     tokens_per_s_ = static_cast<double>(tokens_done_ - speed_tokens_) / std::max(clock - speed_clock_, 1e-9);

@@ -3,8 +3,8 @@
 
     python3 scripts/make_sample.py --train TEXT --val TEXT [--speedrun build/speedrun] [--out data/sample] [--vocab-size 4096]
 
-TEXT is UTF-8; byte 0x1E stands between works (books, articles). Each is cleaned (typographic quotes and dashes become ASCII, which a small vocabulary spends
-fewer tokens on; marks of emphasis, title pages, tables of contents and verse are dropped) and cut at paragraph ends into documents whose
+TEXT is UTF-8; byte 0x1E stands between works (books, articles). Each is cleaned (typographic quotes and dashes become ASCII, which a
+small vocabulary spends fewer tokens on; marks of emphasis, title pages, tables of contents and verse are dropped) and cut at paragraph ends into documents whose
 lengths are spread like those of web pages. The documents are shuffled with a fixed seed and tokenised by `speedrun data tokenize`, so the
 same text always gives the same shards. data/README.md names the works in the sample.
 """

@@ -39,7 +39,7 @@ struct GemmPlans::Impl {
       }
       note = "its row in the table is refused: " + reason;
     }
-    // Asking for few is much faster than for many; more only if all of the few are dropped.
+    // The first answer is wanted; more are asked for only if it is dropped.
     std::vector<cublasLtMatmulAlgo_t> candidates;
     for (const int asked : {1, 8, 64}) {
       candidates = gemm_candidates(handle.get(), descriptors, asked, SplitK::none);

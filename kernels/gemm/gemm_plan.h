@@ -59,8 +59,7 @@ struct GemmDescriptors {
 // alone not.
 enum class SplitK { none, allowed };
 
-// The heuristic's candidates with a fixed order of sums, best first; at most `limit` are asked for, and asking costs time by their
-// number.
+// The heuristic's candidates with a fixed order of sums, best first; at most `limit` are asked for.
 std::vector<cublasLtMatmulAlgo_t> gemm_candidates(cublasLtHandle_t handle, const GemmDescriptors& descriptors, int limit,
                                                   SplitK split);
 

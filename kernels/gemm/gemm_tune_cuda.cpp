@@ -11,6 +11,7 @@ namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kC = 768, kF = 3072, kV = 50304;
+constexpr int64_t kChunk = 16384;  // tokens whose logits the engine holds at once
 
 struct Layer {
   int64_t K, O;
@@ -119,12 +120,10 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
     down_gelu.epilogue = Epilogue::dgelu;
     products.push_back(down_gelu);
   }
-  for (const int64_t chunk : {int64_t{16384}}) {
-    products.push_back(forward(chunk, head));
-    products.push_back(forward(chunk, head_no_bias));
-    products.push_back(input_grad(chunk, head));
-    products.push_back(weight_grad(chunk, head));
-  }
+  products.push_back(forward(kChunk, head));
+  products.push_back(forward(kChunk, head_no_bias));
+  products.push_back(input_grad(kChunk, head));
+  products.push_back(weight_grad(kChunk, head));
   add_muon(products, kC, kC, 48);
   add_muon(products, kC, kF, 12);
   return products;

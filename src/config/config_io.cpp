@@ -12,6 +12,7 @@
 #include "src/config/config_fields.h"
 #include "src/config/config_json.h"
 #include "src/config/nearest_key.h"
+#include "src/core/text.h"
 
 namespace speedrun {
 namespace {
@@ -26,8 +27,6 @@ struct Source {
   std::string place;  // "configs/tiny.json:3" or "--set train.seed=1"
   fs::path base;
 };
-
-bool is_control(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
 
 // Escaped and shortened: a message stays one line.
 std::string quote(const std::string& text) { return describe({text}); }

@@ -6,6 +6,7 @@
 
 #include "kernels/base/error.h"
 #include "src/config/config_io.h"
+#include "src/core/text.h"
 
 namespace speedrun {
 namespace {
@@ -106,8 +107,8 @@ void check_schedule(const Check& check, const Config::Schedule& schedule) {
 
 void check_run(const Check& check, const Config::Run& run) {
   check.that(!run.dir.empty(), "run.dir is empty: name a folder, for example runs, or . for the working directory");
-  const bool control = std::any_of(run.name.begin(), run.name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
-  check.that(!control, "run.name holds control characters; expected the name of a folder");
+  check.that(std::none_of(run.name.begin(), run.name.end(), is_control),
+             "run.name holds control characters; expected the name of a folder");
   check.that(run.name != "." && run.name != ".." && run.name.find('/') == std::string::npos,
              "run.name = {} must be the name of one folder; the folder it is made in is run.dir", run.name);
 }

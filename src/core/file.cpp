@@ -78,6 +78,19 @@ void AtomicFile::commit() {
   }
 }
 
+AppendedFile::AppendedFile(const std::string& path, Mode mode)
+    : path_(path), file_(std::fopen(path.c_str(), mode == Mode::append ? "a" : "w")) {
+  if (file_ == nullptr) fail();
+}
+
+AppendedFile::~AppendedFile() { std::fclose(file_); }
+
+void AppendedFile::fail() const { throw Error(fmt::format("{}: cannot be written: {}", path_, std::strerror(errno))); }
+
+void AppendedFile::write(const std::string& text) {
+  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) fail();
+}
+
 void write_file_atomically(const std::string& path, const std::string& content) {
   AtomicFile file(path);
   file.write(content.data(), content.size());

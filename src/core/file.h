@@ -1,6 +1,7 @@
 #pragma once
 // Files that are whole or absent: written beside, flushed to the disk, renamed.
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,23 @@ class AtomicFile {
   [[noreturn]] void fail(const char* action) const;
   std::string path_, temporary_;
   int descriptor_ = -1;
+};
+
+// Text that grows, each piece on its way to the disk when write() returns: logs and metrics. Throws Error naming path and reason.
+class AppendedFile {
+ public:
+  enum class Mode { append, replace };
+  AppendedFile(const std::string& path, Mode mode);
+  ~AppendedFile();
+  AppendedFile(const AppendedFile&) = delete;
+  AppendedFile& operator=(const AppendedFile&) = delete;
+
+  void write(const std::string& text);
+
+ private:
+  [[noreturn]] void fail() const;
+  std::string path_;
+  std::FILE* file_;
 };
 
 void write_file_atomically(const std::string& path, const std::string& content);

@@ -2,37 +2,26 @@
 
 #include <unistd.h>
 
-#include <cerrno>
-#include <cstring>
-
 #include "fmt/format.h"
-#include "kernels/base/error.h"
 
 namespace speedrun {
 
 Log::Log(Terminal terminal)
     : stream_(terminal == Terminal::standard_output ? stdout : stderr), terminal_(isatty(fileno(stream_)) != 0) {}
 
-Log::~Log() {
-  end_progress();
-  if (file_ != nullptr) std::fclose(file_);
-}
+Log::~Log() { end_progress(); }
 
 void Log::open(const std::string& path, bool append) {
-  file_ = std::fopen(path.c_str(), append ? "a" : "w");
-  if (file_ == nullptr) throw Error(fmt::format("{}: cannot be written: {}", path, std::strerror(errno)));
-  path_ = path;
-  to_file(backlog_);
+  file_.emplace(path, append ? AppendedFile::Mode::append : AppendedFile::Mode::replace);
+  file_->write(backlog_);
   backlog_.clear();
 }
 
 void Log::to_file(const std::string& text) {
-  if (file_ == nullptr) {
+  if (file_) {
+    file_->write(text);
+  } else {
     backlog_ += text;
-    return;
-  }
-  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
-    throw Error(fmt::format("{}: cannot be written: {}", path_, std::strerror(errno)));
   }
 }
 

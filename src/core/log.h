@@ -1,7 +1,10 @@
 #pragma once
 // What the terminal shows, kept in a file too. One Log per run, passed down; nothing below src/train prints.
 #include <cstdio>
+#include <optional>
 #include <string>
+
+#include "src/core/file.h"
 
 namespace speedrun {
 
@@ -24,8 +27,8 @@ class Log {
   void end_progress();
   void to_file(const std::string& text);
   std::FILE* stream_;
-  std::FILE* file_ = nullptr;
-  std::string path_, backlog_;  // backlog: lines from before the file was opened
+  std::optional<AppendedFile> file_;
+  std::string backlog_;  // lines from before the file was opened
   bool terminal_ = false;
   size_t progress_width_ = 0;
 };

@@ -1,9 +1,7 @@
 #include "src/core/parameter.h"
 
-#include <algorithm>
-
 #include "kernels/base/error.h"
-#include "kernels/base/thread_pool.h"
+#include "kernels/base/host_parallel.h"
 #include "src/core/file.h"
 #include "src/core/random.h"
 
@@ -106,15 +104,15 @@ std::vector<Acc<T>> Parameters<T>::read_grad(Device& device, int index) {
 template <class T>
 void Parameters<T>::initialize(Device& device, uint64_t seed) {
   ThreadPool pool(0);  // every value depends on its index alone
+  const kernels::HostExec exec{.pool = &pool};
   for (int p = 0; p < size(); ++p) {
     const ParameterSpec& row = spec(p);
     std::vector<Acc<T>> master(static_cast<size_t>(row.count()), static_cast<Acc<T>>(row.init_mean));
     if (row.init_std != 0) {
       // The stream is the name's hash: adding a parameter elsewhere leaves the others' values alone.
       const uint64_t stream = hash_bytes(row.name.data(), row.name.size());
-      const auto n = static_cast<int64_t>(master.size());
-      pool.run((n + kDrawsAtOnce - 1) / kDrawsAtOnce, [&](int64_t chunk) {
-        for (int64_t i = chunk * kDrawsAtOnce; i < std::min(n, (chunk + 1) * kDrawsAtOnce); ++i) {
+      kernels::parallel_ranges(exec, row.count(), kDrawsAtOnce, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
           master[static_cast<size_t>(i)] =
               static_cast<Acc<T>>(row.init_mean + row.init_std * random_normal(seed, stream, static_cast<uint64_t>(i)));
         }

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "kernels/base/error.h"
+#include "src/core/text.h"
 
 namespace speedrun {
 namespace {
@@ -129,9 +130,8 @@ struct TemporaryFile {
 std::string quoted_path(const std::string& path) {
   std::string text = "'";
   for (const char c : path) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7F) {
-      text += fmt::format("\\x{:02x}", byte);
+    if (is_control(c)) {
+      text += fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
     } else {
       text += c;
     }

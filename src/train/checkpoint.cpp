@@ -12,6 +12,7 @@
 #include "fmt/format.h"
 #include "kernels/base/error.h"
 #include "src/core/file.h"
+#include "src/core/text.h"
 
 namespace speedrun {
 namespace {
@@ -76,9 +77,7 @@ struct Section {
   uint64_t offset = 0, bytes = 0;
 };
 
-bool printable(std::string_view text) {
-  return std::none_of(text.begin(), text.end(), [](char c) { return (c >= 0 && c < ' ') || c == 0x7f; });
-}
+bool printable(std::string_view text) { return std::none_of(text.begin(), text.end(), is_control); }
 
 // Bytes that the section's type and shape need; 0 for a type or shape that is none.
 uint64_t expected_bytes(const Section& section) {
@@ -94,7 +93,7 @@ uint64_t expected_bytes(const Section& section) {
 
 // Weights can become infinite in an update whose gradients are finite (a huge learning rate). No run can go on from such a file.
 void check_finite_weights(const std::filesystem::path& path, const StateEntry& entry, const std::vector<std::byte>& bytes) {
-  if (!entry.name.starts_with("parameter/") || entry.dtype != DType::f32) return;
+  if (!entry.name.starts_with(kParameterPrefix) || entry.dtype != DType::f32) return;
   bool finite = true;
   for (size_t i = 0; i < bytes.size(); i += sizeof(float)) {
     float value;

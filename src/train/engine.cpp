@@ -60,12 +60,11 @@ class EngineOf : public Engine {
   int64_t parameter_count() const override { return parameters_.total_count(); }
 
   void warm_up() override {
-    // Rows of zeros, each its own document: attention over one document of the whole micro-batch would take its square.
-    std::vector<int32_t> row_starts(static_cast<size_t>(gpt_.shape().tokens));
-    for (size_t t = 0; t < row_starts.size(); ++t)
-      row_starts[t] = static_cast<int32_t>(t - t % static_cast<size_t>(gpt_.shape().row_tokens));
-    device_.copy_in(gpt_.doc_start(), row_starts.data(), row_starts.size() * sizeof(int32_t));
-    device_.synchronize();
+    // No rows at all: padding throughout, each row a document of its own. Zeroed memory would be one document of the whole
+    // micro-batch, and attention takes its square.
+    stage({.num_rows = 0, .row_tokens = gpt_.shape().row_tokens, .inputs = {}, .targets = {}, .doc_start = {}}, 0,
+          gpt_.shape().tokens)
+        .sent->record();
     evaluate_graph_ = device_.capture([this] { gpt_.evaluate(); });
     if (options_.training) {
       micro_batch_graph_ = device_.capture([this] {
@@ -92,25 +91,14 @@ class EngineOf : public Engine {
 
   void submit_step(int step, const StepRows& rows) override {
     const StepValues values = schedule_at(config_, step);
-    const int64_t n = gpt_.shape().tokens, total = rows.num_rows * rows.row_tokens;
-    require(total % n == 0, "internal: a step of ", total, " tokens is not made of micro-batches of ", n);
-    device_.zero(&verdict_->loss_sum, sizeof(double));
-    for (int64_t first = 0; first < total; first += n) {
-      Staging& slot = stage(rows, first, n);
-      if (first == 0) {
-        slot.inputs[0] = Optimizer<T>::inputs_of(config_, values, step);
-        device_.copy_in(inputs_, slot.inputs.data(), sizeof(StepInputs<T>));
-      }
-      slot.sent->record();
-      micro_batch_graph_->launch();
-    }
+    submit_micro_batches(step, values, rows);
     optimizer_graphs_.at(Optimizer<T>::update_mask(values))->launch();
     require(submitted_ - taken_ < kResultSlots, "internal: results of steps were not taken");
     Result& result = results_[submitted_ % kResultSlots];
     device_.copy_out(result.verdict.data(), verdict_, sizeof(kernels::StepVerdict));
     result.arrived->record();
     result.step = step;
-    result.tokens = total;
+    result.tokens = rows.num_rows * rows.row_tokens;
     ++submitted_;
   }
 
@@ -185,7 +173,7 @@ class EngineOf : public Engine {
     std::vector<StateEntry> entries;
     for (int p = 0; p < parameters_.size(); ++p) {
       const ParameterSpec& spec = parameters_.spec(p);
-      entries.push_back({"parameter/" + spec.name, DTypeOf<Acc<T>>::value, spec.shape,
+      entries.push_back({std::string(kParameterPrefix) + spec.name, DTypeOf<Acc<T>>::value, spec.shape,
                          [this, p] { return bytes_of(parameters_.read_master(device_, p)); },
                          [this, p](const std::vector<std::byte>& bytes) {
                            std::vector<Acc<T>> master(bytes.size() / sizeof(Acc<T>));
@@ -214,22 +202,12 @@ class EngineOf : public Engine {
   }
 
   std::vector<StateEntry> gradients(const StepRows& rows, double* loss) override {
-    const int64_t n = gpt_.shape().tokens, total = rows.num_rows * rows.row_tokens;
     device_.zero(parameters_.grads(), static_cast<size_t>(parameters_.buffer_count()) * sizeof(Acc<T>));
-    device_.zero(&verdict_->loss_sum, sizeof(double));
-    for (int64_t first = 0; first < total; first += n) {
-      Staging& slot = stage(rows, first, n);
-      if (first == 0) {
-        slot.inputs[0] = Optimizer<T>::inputs_of(config_, schedule_at(config_, 0), 0);
-        device_.copy_in(inputs_, slot.inputs.data(), sizeof(StepInputs<T>));
-      }
-      slot.sent->record();
-      micro_batch_graph_->launch();
-    }
+    submit_micro_batches(0, schedule_at(config_, 0), rows);
     HostBuffer<kernels::StepVerdict> host(device_, 1);
     device_.copy_out(host.data(), verdict_, sizeof(kernels::StepVerdict));
     device_.synchronize();
-    *loss = host[0].loss_sum / static_cast<double>(total);
+    *loss = host[0].loss_sum / static_cast<double>(rows.num_rows * rows.row_tokens);
     std::vector<StateEntry> entries;
     for (int p = 0; p < parameters_.size(); ++p) {
       const ParameterSpec& spec = parameters_.spec(p);
@@ -281,6 +259,22 @@ class EngineOf : public Engine {
 
   void add_losses(kernels::StepVerdict* verdict, int64_t count) {
     kernels::loss_sum(kernels::LossSum<T>{.verdict = verdict, .loss = gpt_.losses(), .N = count}, device_.template exec<T>());
+  }
+
+  // Forward and backward over all rows of a step: gradients and the loss sum are complete when the queue has passed.
+  void submit_micro_batches(int step, const StepValues& values, const StepRows& rows) {
+    const int64_t n = gpt_.shape().tokens, total = rows.num_rows * rows.row_tokens;
+    require(total % n == 0, "internal: a step of ", total, " tokens is not made of micro-batches of ", n);
+    device_.zero(&verdict_->loss_sum, sizeof(double));
+    for (int64_t first = 0; first < total; first += n) {
+      Staging& slot = stage(rows, first, n);
+      if (first == 0) {
+        slot.inputs[0] = Optimizer<T>::inputs_of(config_, values, step);
+        device_.copy_in(inputs_, slot.inputs.data(), sizeof(StepInputs<T>));
+      }
+      slot.sent->record();
+      micro_batch_graph_->launch();
+    }
   }
 
   // Sends tokens first … first + n − 1 of the rows to the model's batch buffers. Past the rows' end the last row is padded with

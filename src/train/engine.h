@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "src/config/config.h"
@@ -24,6 +25,9 @@ struct StepResult {
   bool finite = true;      // false: this step and all later ones left the weights alone
   std::string bad_tensor;  // then: "loss" or the first parameter whose gradient is not finite
 };
+
+// State entries of parameters are named by this and the parameter's name; optimizer state has other prefixes.
+inline constexpr std::string_view kParameterPrefix = "parameter/";
 
 // A tensor of the run's state in host memory, for checkpoints. Parameters appear as FP32 masters, whatever their form on the
 // device, so that a checkpoint made on a GPU can be evaluated on a CPU.

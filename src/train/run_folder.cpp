@@ -1,6 +1,5 @@
 #include "src/train/run_folder.h"
 
-#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -78,12 +77,6 @@ void RunFolder::trim_metrics(int first_step) const {
   write_file_atomically(file.string(), kept);
 }
 
-MetricsFile::MetricsFile(const std::filesystem::path& path) : path_(path.string()), file_(std::fopen(path_.c_str(), "a")) {
-  if (file_ == nullptr) throw Error(fmt::format("{}: cannot be written: {}", path_, std::strerror(errno)));
-}
-
-MetricsFile::~MetricsFile() { std::fclose(file_); }
-
 void MetricsFile::write(nlohmann::ordered_json line) {
   bool finite = true;
   for (auto& value : line) {
@@ -92,9 +85,7 @@ void MetricsFile::write(nlohmann::ordered_json line) {
     finite = false;
   }
   if (!finite) line["non_finite"] = true;
-  const std::string text = line.dump() + "\n";
-  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0)
-    throw Error(fmt::format("{}: cannot be written: {}", path_, std::strerror(errno)));
+  file_.write(line.dump() + "\n");
 }
 
 }  // namespace speedrun

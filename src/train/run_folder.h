@@ -1,12 +1,12 @@
 #pragma once
 // The folder of a run: config.json (resolved), metrics.jsonl, log.txt, result.json, checkpoints/.
-#include <cstdio>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 
 #include "src/config/config.h"
+#include "src/core/file.h"
 
 namespace speedrun {
 
@@ -35,15 +35,11 @@ class RunFolder {
 // Appends JSON objects, one a line; NaN and infinities become null with "non_finite": true.
 class MetricsFile {
  public:
-  explicit MetricsFile(const std::filesystem::path& path);
-  ~MetricsFile();
-  MetricsFile(const MetricsFile&) = delete;
-  MetricsFile& operator=(const MetricsFile&) = delete;
+  explicit MetricsFile(const std::filesystem::path& path) : file_(path.string(), AppendedFile::Mode::append) {}
   void write(nlohmann::ordered_json line);
 
  private:
-  std::string path_;
-  std::FILE* file_;
+  AppendedFile file_;
 };
 
 }  // namespace speedrun

@@ -51,7 +51,7 @@ class Trainer {
   void build_engine();
   void start_or_resume();
   void check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint);
-  bool loop();  // false: stopped before the last step
+  void loop();  // to the last step, the target, a signal or a failure
   void submit(int step);
   void take(const StepResult& result);
   void drain();
@@ -151,8 +151,8 @@ void Trainer::start_or_resume() {
   }
   const auto checkpoint = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
   if (!checkpoint) throw InputError(folder_->path().string() + ": holds no good checkpoint to resume from; start the run anew");
-  check_same_training(read_checkpoint_meta(*checkpoint), *checkpoint);
-  const CheckpointMeta meta = load_checkpoint(*checkpoint, engine_->state(), false);
+  const CheckpointMeta meta = read_checkpoint_meta(*checkpoint);
+  check_same_training(meta, *checkpoint);
   if (meta.shards_hash != fmt::format("{:016x}", train_shards_.hash)) {
     throw InputError(fmt::format("{}: was trained on other shards (hash {}, data.train has {:016x}): resume with the same data",
                                  checkpoint->string(), meta.shards_hash, train_shards_.hash));
@@ -160,16 +160,17 @@ void Trainer::start_or_resume() {
   if (meta.step > steps_)
     throw InputError(fmt::format("{}: has {} steps done, the schedule has {}: raise schedule.steps to go on", checkpoint->string(),
                                  meta.step, steps_));
+  load_checkpoint(*checkpoint, engine_->state(), false);
   reader_->restore(meta.reader);
   first_step_ = completed_ = saved_ = meta.step;
-  const double before = clock_.total();
-  for (int p = 0; p < kNumPhases; ++p) clock_.add(static_cast<Phase>(p), meta.clock_s[p]);
-  carried_s_ = clock_.total() - before;
+  for (int p = 0; p < kNumPhases; ++p) {
+    clock_.add(static_cast<Phase>(p), meta.clock_s[p]);
+    carried_s_ += meta.clock_s[p];
+  }
   if (meta.has_val_loss) record_.val_loss = meta.last_val_loss;
   if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
   record_.joules = meta.joules;
   tokens_done_ = static_cast<int64_t>(meta.step) * config_.train.batch_tokens;
-  if (options_.gradients_file.empty()) folder_->trim_metrics(first_step_);
   log_.line(fmt::format("resumed from {} after {} steps, clock {}", checkpoint->string(), meta.step,
                         duration(clock_.seconds(Phase::training))));
 }
@@ -286,13 +287,8 @@ void Trainer::save(int completed) {
   log_.line(fmt::format("checkpoint {}", path.string()));
 }
 
-bool Trainer::loop() {
-  // Ends the step in flight and takes every result; false if one of them was not finite.
-  const auto settle = [&] {
-    drain();
-    return failure_.empty();
-  };
-  if (StopSignal::received() != 0) return false;
+void Trainer::loop() {
+  if (StopSignal::received() != 0) return;
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
   speed_clock_ = clock_.seconds(Phase::training);
@@ -304,22 +300,20 @@ bool Trainer::loop() {
       if (!result) break;
       take(*result);
     }
-    if (!failure_.empty()) return false;
+    if (!failure_.empty()) return;
     const int completed = step + 1;
     // A validation that is due is made even before a stop: a resumed run would not come by it again.
     const bool stop = StopSignal::received() != 0;
     const bool evaluate_now = eval_due(config_, completed), save_now = checkpoint_due(config_, completed) || stop;
     if (!evaluate_now && !save_now) continue;
-    if (!settle()) return false;
-    if (evaluate_now) validate(completed);
-    if (!failure_.empty()) return false;
+    drain();
+    if (evaluate_now && failure_.empty()) validate(completed);
     const bool at_target = record_.reached && config_.train.stop_at_target;
-    if (save_now || (at_target && config_.checkpoint.at_end)) save(completed);
-    if (!failure_.empty()) return false;
-    if (stop || at_target) return completed == steps_;
+    if ((save_now || (at_target && config_.checkpoint.at_end)) && failure_.empty()) save(completed);
+    if (stop || at_target || !failure_.empty()) return;
     enter(Phase::training);
   }
-  return settle();
+  drain();
 }
 
 int Trainer::finish() {
@@ -385,15 +379,18 @@ int Trainer::run() {
     log_.line("dry run: data and memory suffice");
     return 0;
   }
-  if (!options_.gradients_file.empty()) {
-    start_or_resume();
+  const bool keeps_run = options_.gradients_file.empty();
+  if (keeps_run) {
+    // Only now that data and memory suffice is there a run to leave a folder of.
+    if (!folder_) folder_ = RunFolder::create(config_, options_.config_name);
+    log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
+  }
+  start_or_resume();
+  if (!keeps_run) {
     write_gradients();
     return 0;
   }
-  // Only now that data and memory suffice is there a run to leave a folder of.
-  if (!folder_) folder_ = RunFolder::create(config_, options_.config_name);
-  log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
-  start_or_resume();
+  folder_->trim_metrics(first_step_);
   folder_->write_config(config_);
   metrics_.emplace(folder_->path() / "metrics.jsonl");
   for (const std::string& text : engine_->notes()) log_.line(text);

@@ -62,16 +62,14 @@ std::vector<std::byte> as_f32(const Tensor& tensor, size_t count, const std::str
   return bytes;
 }
 
-constexpr std::string_view kPrefix = "parameter/";
-
 }  // namespace
 
 void load_weights(const std::filesystem::path& path, const std::vector<StateEntry>& state) {
   const std::string content = read_file(path.string());
   std::map<std::string, Tensor> tensors = parse(content, path.string());
   for (const StateEntry& entry : state) {
-    if (!entry.name.starts_with(kPrefix)) continue;
-    const std::string name = entry.name.substr(kPrefix.size());
+    if (!entry.name.starts_with(kParameterPrefix)) continue;
+    const std::string name = entry.name.substr(kParameterPrefix.size());
     const auto found = tensors.find(name);
     if (found == tensors.end())
       throw InputError(fmt::format("{}: holds no tensor {}: it is of another model", path.string(), name));

@@ -2,7 +2,6 @@
 #include "src/cli/data_command.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "kernels/base/error.h"
+#include "src/core/test_folder.h"
 
 namespace speedrun {
 namespace {
@@ -19,15 +19,7 @@ const std::string kSample = kRoot + "/data/sample/sample_val_000.bin";
 
 class DataCommand : public testing::Test {
  protected:
-  void SetUp() override {
-    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = std::filesystem::temp_directory_path() /
-              ("speedrun_data_command_" + std::string(test->name()) + std::to_string(::getpid()));
-    std::filesystem::create_directories(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string path(const std::string& name) const { return (folder_.path() / name).string(); }
   std::string write(const std::string& name, const std::string& content) const {
     std::ofstream(path(name), std::ios::binary) << content;
     return path(name);
@@ -64,7 +56,7 @@ class DataCommand : public testing::Test {
     return arguments;
   }
 
-  std::filesystem::path folder_;
+  TestFolder folder_;
 };
 
 void expect_part(const std::string& text, const std::string& part) {

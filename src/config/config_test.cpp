@@ -14,6 +14,8 @@
 #include "src/config/config_fields.h"
 #include "src/config/config_io.h"
 #include "src/config/nearest_key.h"
+#include "src/core/test_folder.h"
+#include "src/core/test_refusal.h"
 
 namespace speedrun {
 namespace {
@@ -22,13 +24,6 @@ namespace fs = std::filesystem;
 
 class ConfigTest : public testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "speedrun_config_XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    dir_ = fs::canonical(pattern);
-  }
-  void TearDown() override { fs::remove_all(dir_); }
-
   fs::path write(const std::string& name, const std::string& text) const {
     const fs::path path = dir_ / name;
     fs::create_directories(path.parent_path());
@@ -44,19 +39,14 @@ class ConfigTest : public testing::Test {
     return refusal_of("test.json", overrides);
   }
   std::string refusal_of(const std::string& name, const std::vector<std::string>& overrides = {}) const {
-    try {
-      load_config(dir_ / name, overrides);
-    } catch (const InputError& error) {
-      std::string message = error.what();
-      EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-      const std::string folder = dir_.string() + "/";
-      for (size_t at; (at = message.find(folder)) != std::string::npos;) message.erase(at, folder.size());
-      return message;
-    }
-    return "accepted";
+    std::string message = speedrun::refusal_of([&] { load_config(dir_ / name, overrides); });
+    const std::string folder = dir_.string() + "/";
+    for (size_t at; (at = message.find(folder)) != std::string::npos;) message.erase(at, folder.size());
+    return message;
   }
 
-  fs::path dir_;
+  TestFolder folder_;
+  fs::path dir_ = folder_.path();
 };
 
 TEST_F(ConfigTest, EmptyObjectIsAllDefaults) { EXPECT_EQ(load("{}"), Config{}); }

@@ -8,6 +8,7 @@
 #include "src/core/memory_plan.h"
 #include "src/core/parameter.h"
 #include "src/core/random.h"
+#include "src/core/test_folder.h"
 
 namespace speedrun {
 namespace {
@@ -62,9 +63,8 @@ TEST(MemoryPlan, RefusesWhatDoesNotFitWithThePlanAndTheWayOut) {
 }
 
 TEST(AtomicFile, LeavesTheOldFileUnlessCommitted) {
-  const std::filesystem::path folder = std::filesystem::temp_directory_path() / "speedrun_atomic_file_test";
-  std::filesystem::create_directories(folder);
-  const std::string path = (folder / "x").string();
+  TestFolder folder;
+  const std::string path = (folder.path() / "x").string();
   write_file_atomically(path, "old");
   {
     AtomicFile file(path);
@@ -74,7 +74,6 @@ TEST(AtomicFile, LeavesTheOldFileUnlessCommitted) {
   write_file_atomically(path, "new");
   EXPECT_EQ(read_file(path), "new");
   EXPECT_FALSE(std::filesystem::exists(path + ".tmp"));
-  std::filesystem::remove_all(folder);
 }
 
 TEST(HashBytes, DependsOnEveryByteAndTheLength) {

@@ -1,7 +1,6 @@
 #pragma once
 // Shards and folders for the tests of this directory.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -11,6 +10,8 @@
 #include <vector>
 
 #include "kernels/base/error.h"
+#include "src/core/test_folder.h"
+#include "src/core/test_refusal.h"
 #include "src/data/reader.h"
 #include "src/data/token_shard.h"
 
@@ -18,17 +19,9 @@ namespace speedrun::test {
 
 inline constexpr uint16_t kBos = 50256;
 
-// A folder of its own for each test, removed afterwards.
+// Files in a folder of the test's own.
 class DataTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = std::filesystem::temp_directory_path() /
-              ("speedrun_" + std::string(test->test_suite_name()) + "_" + test->name() + "_" + std::to_string(::getpid()));
-    std::filesystem::create_directories(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
   std::string add_shard(const std::string& name, const std::vector<uint16_t>& tokens) const {
     write_shard(path(name), tokens);
@@ -42,7 +35,8 @@ class DataTest : public ::testing::Test {
     return result;
   }
 
-  std::filesystem::path folder_;
+  TestFolder test_folder_;
+  std::filesystem::path folder_ = test_folder_.path();
 };
 
 // Tokens first, first + 1, … so that every token of a test is told apart; none is a BOS as long as they stay below 50256.
@@ -78,15 +72,9 @@ inline std::vector<int64_t> random_lengths(int64_t count, int64_t longest, uint3
 // Runs a callable that must throw InputError, and returns its message: one line.
 template <class Callable>
 std::string input_error(Callable&& callable) {
-  try {
-    callable();
-  } catch (const InputError& error) {
-    const std::string message = error.what();
-    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-    return message;
-  }
-  ADD_FAILURE() << "expected an InputError";
-  return "";
+  const std::string message = refusal_of(callable);
+  EXPECT_NE(message, "accepted") << "expected an InputError";
+  return message;
 }
 
 inline void expect_contains(const std::string& text, const std::vector<std::string>& parts) {

@@ -204,14 +204,7 @@ TEST_F(Generate, EmitStopsIt) {
 
 TEST_F(Generate, OptionsOutOfRangeAreRefusedByTheirFlag) {
   const auto engine = untrained();
-  const auto refused = [&](const GenerateOptions& options) -> std::string {
-    try {
-      text(*engine, options, {299});
-    } catch (const InputError& error) {
-      return error.what();
-    }
-    return "accepted";
-  };
+  const auto refused = [&](const GenerateOptions& options) { return refusal_of([&] { text(*engine, options, {299}); }); };
   EXPECT_NE(refused({.tokens = -1}).find("--tokens -1"), std::string::npos);
   EXPECT_NE(refused({.temperature = -0.5}).find("--temperature -0.5"), std::string::npos);
   EXPECT_NE(refused({.temperature = std::nan("")}).find("--temperature nan"), std::string::npos);

@@ -1,8 +1,7 @@
 #pragma once
-// A tiny run in a temporary folder, for the tests of this folder: shards, config, folder, all removed afterwards.
+// A tiny run for the tests of this folder: shards, config, metrics.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -13,29 +12,12 @@
 #include "src/core/file.h"
 #include "src/core/log.h"
 #include "src/core/random.h"
+#include "src/core/test_folder.h"
+#include "src/core/test_refusal.h"
 #include "src/data/token_shard.h"
 #include "src/train/trainer.h"
 
 namespace speedrun {
-
-class TestFolder {
- public:
-  TestFolder() {
-    const ::testing::TestInfo* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::string name = "speedrun_" + std::string(info->test_suite_name()) + "_" + info->name() + "_" + std::to_string(getpid());
-    std::replace(name.begin(), name.end(), '/', '_');  // names of parametrised tests have slashes
-    path_ = std::filesystem::temp_directory_path() / name;
-    std::filesystem::remove_all(path_);
-    std::filesystem::create_directories(path_);
-  }
-  ~TestFolder() { std::filesystem::remove_all(path_); }
-  TestFolder(const TestFolder&) = delete;
-  TestFolder& operator=(const TestFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 constexpr int kTestVocabulary = 300;
 

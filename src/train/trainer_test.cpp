@@ -3,6 +3,7 @@
 
 #include <csignal>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <thread>
 
@@ -54,6 +55,28 @@ std::vector<std::pair<std::string, std::vector<std::byte>>> checkpoint_state(con
   std::vector<std::pair<std::string, std::vector<std::byte>>> state;
   for (const StateEntry& entry : engine->state()) state.emplace_back(entry.name, entry.read());
   return state;
+}
+
+// `call` must end with exit code 3 and a message that holds every part.
+void expect_non_finite(const std::function<void()>& call, const std::vector<std::string>& parts) {
+  try {
+    call();
+    ADD_FAILURE() << "a value that is not finite was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ExitCode::non_finite);
+    for (const std::string& part : parts) EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+// The parameters of a run's state under their own names, as a weights file holds them.
+std::vector<StateEntry> parameters_of(Engine& engine) {
+  std::vector<StateEntry> parameters;
+  for (StateEntry& entry : engine.state()) {
+    if (!entry.name.starts_with(kParameterPrefix)) continue;
+    entry.name.erase(0, kParameterPrefix.size());
+    parameters.push_back(std::move(entry));
+  }
+  return parameters;
 }
 
 struct Setup {
@@ -242,29 +265,19 @@ TEST(Trainer, ANonFiniteLossEndsTheRunWithItsOwnExitCode) {
   auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
   engine->warm_up();
   engine->initialize(1);
-  std::vector<StateEntry> weights;
-  for (StateEntry entry : engine->state()) {
-    if (!entry.name.starts_with("parameter/")) continue;
-    entry.name = entry.name.substr(10);
-    if (entry.name == "h.0.attn.qkv.weight") {
-      entry.read = [read = entry.read] {
-        auto bytes = read();
-        const float infinite = std::numeric_limits<float>::infinity();
-        std::memcpy(bytes.data() + 40, &infinite, sizeof infinite);
-        return bytes;
-      };
-    }
-    weights.push_back(entry);
+  std::vector<StateEntry> weights = parameters_of(*engine);
+  for (StateEntry& entry : weights) {
+    if (entry.name != "h.0.attn.qkv.weight") continue;
+    entry.read = [read = entry.read] {
+      auto bytes = read();
+      const float infinite = std::numeric_limits<float>::infinity();
+      std::memcpy(bytes.data() + 40, &infinite, sizeof infinite);
+      return bytes;
+    };
   }
   const auto file = folder.path() / "bad.safetensors";
   save_tensors(file, weights, 0);
-  try {
-    train_config(config_path, {"train.init_weights=" + file.string(), "run.name=bad"});
-    FAIL() << "a NaN loss was accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ExitCode::non_finite);
-    EXPECT_NE(std::string(error.what()).find("step 0"), std::string::npos) << error.what();
-  }
+  expect_non_finite([&] { train_config(config_path, {"train.init_weights=" + file.string(), "run.name=bad"}); }, {"step 0"});
   for (const auto& line : read_metrics(folder.path() / "runs" / "bad"))
     EXPECT_TRUE(!line.contains("loss") || line["loss"].is_null());
 }
@@ -281,12 +294,7 @@ TEST(Trainer, WeightsFromAFileAreTheOnesUsed) {
   };
   auto a = make(), b = make();
   a->initialize(5);
-  std::vector<StateEntry> weights;
-  for (StateEntry entry : a->state()) {
-    if (!entry.name.starts_with("parameter/")) continue;
-    entry.name = entry.name.substr(10);
-    weights.push_back(entry);
-  }
+  std::vector<StateEntry> weights = parameters_of(*a);
   save_tensors(folder.path() / "w.safetensors", weights, 0);
   load_weights(folder.path() / "w.safetensors", b->state());
   EXPECT_EQ(a->weights_hash(), b->weights_hash());
@@ -354,12 +362,8 @@ TEST(Trainer, RowsOfDocumentsTrainAndResumeExactly) {
 TEST(Trainer, TooLittleDataIsRefusedBeforeTheFirstStep) {
   TestFolder folder;
   const auto config = write_test_config(folder.path());
-  try {
-    train_config(config, {"schedule.steps=1000"});
-    FAIL();
-  } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("data.repeat"), std::string::npos) << error.what();
-  }
+  const std::string message = refusal_of([&] { train_config(config, {"schedule.steps=1000"}); });
+  EXPECT_NE(message.find("data.repeat"), std::string::npos) << message;
 }
 
 TEST(Trainer, ARefusedStartLeavesNoFolder) {
@@ -374,15 +378,12 @@ TEST(Trainer, AValidationLossThatIsNotFiniteEndsTheRunWithoutACheckpointOfIt) {
   const auto config = write_test_config(folder.path(), {{"eval", {{"every", 2}}}, {"checkpoint", {{"every", 1}}}});
   const auto run = folder.path() / "runs" / "r";
   ASSERT_EQ(train_config(config, {"schedule.steps=1"}), 0);
-  try {  // decay alone makes the embedding infinite in one update, with finite gradients
-    resume_run(run, {"schedule.steps=2", "optim.embedding.weight_decay=1e300"});
-    FAIL() << "a NaN validation loss was accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ExitCode::non_finite);
-    const std::string message = error.what();
-    EXPECT_NE(message.find("validation loss after 2 steps"), std::string::npos) << message;
-    EXPECT_NE(message.find(checkpoint_path(run, 1).string()), std::string::npos) << message;
-  }
+  // Decay alone makes the embedding infinite in one update, with finite gradients.
+  expect_non_finite(
+      [&] {
+        resume_run(run, {"schedule.steps=2", "optim.embedding.weight_decay=1e300"});
+      },
+      {"validation loss after 2 steps", checkpoint_path(run, 1).string()});
   EXPECT_FALSE(std::filesystem::exists(checkpoint_path(run, 2)));
 }
 
@@ -391,15 +392,11 @@ TEST(Trainer, WeightsThatAreNotFiniteAreNotSaved) {
   const auto config = write_test_config(folder.path(), {{"eval", {{"every", 0}}}, {"checkpoint", {{"every", 1}}}});
   const auto run = folder.path() / "runs" / "r";
   ASSERT_EQ(train_config(config, {"schedule.steps=1"}), 0);
-  try {
-    resume_run(run, {"schedule.steps=9", "optim.embedding.weight_decay=1e300"});
-    FAIL() << "weights that are not finite were saved";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ExitCode::non_finite);
-    const std::string message = error.what();
-    EXPECT_NE(message.find("parameter/wte is not finite"), std::string::npos) << message;
-    EXPECT_NE(message.find(checkpoint_path(run, 1).string()), std::string::npos) << message;
-  }
+  expect_non_finite(
+      [&] {
+        resume_run(run, {"schedule.steps=9", "optim.embedding.weight_decay=1e300"});
+      },
+      {"parameter/wte is not finite", checkpoint_path(run, 1).string()});
   EXPECT_FALSE(std::filesystem::exists(checkpoint_path(run, 2)));
   EXPECT_TRUE(std::filesystem::exists(run / "result.json"));
   EXPECT_EQ(resume_run(run, {"schedule.steps=3", "optim.embedding.weight_decay=0"}), 0) << "the good checkpoint goes on";
@@ -409,12 +406,7 @@ TEST(Trainer, ResumeWithAnotherModelOrOtherStepsIsRefusedByKey) {
   TestFolder folder;
   ASSERT_EQ(train_config(write_test_config(folder.path())), 0);
   const auto refusal = [&](const std::vector<std::string>& changes) {
-    try {
-      resume_run(folder.path() / "runs" / "r", changes);
-    } catch (const InputError& error) {
-      return std::string(error.what());
-    }
-    return std::string("accepted");
+    return refusal_of([&] { resume_run(folder.path() / "runs" / "r", changes); });
   };
   for (const std::string key : {"model.activation=relu2", "model.norm_eps=0.001", "model.num_layers=3", "train.batch_tokens=128",
                                 "train.seq_len=16", "data.max_seq_len=16"}) {

@@ -1,9 +1,9 @@
 #pragma once
 // A folder of its own for a test, removed afterwards.
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>

@@ -11,7 +11,7 @@
 #   optim      dist, core, kernels, src/config/config.h
 #   dist, data, config    core, kernels
 #   core       kernels
-# In kernels/ the floors are ops > gemm > tile > ptx > base, and no op knows another: what several share is one of the floors below.
+# In kernels/ the floors are ops > gemm > fp8 > tile > ptx > base, and no op knows another: what several share is one of the floors below.
 # kernels/testing and kernels/bench serve tests and benchmarks alone (*_test, *_bench, *_tune), which may check or measure one op by another.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -47,8 +47,9 @@ check_includes() {
         kernel_allowed["base"] = "base"
         kernel_allowed["ptx"] = "ptx base"
         kernel_allowed["tile"] = "tile ptx base"
-        kernel_allowed["gemm"] = "gemm tile ptx base"
-        kernel_allowed["testing"] = "testing gemm tile ptx base"
+        kernel_allowed["fp8"] = "fp8 tile ptx base"
+        kernel_allowed["gemm"] = "gemm fp8 tile ptx base"
+        kernel_allowed["testing"] = "testing gemm fp8 tile ptx base"
       }
       function violation(reason) { printf "%s:%d: %s: %s\n", FILENAME, FNR, $0, reason }
       function has(list, word) { return index(" " list " ", " " word " ") > 0 }
@@ -86,7 +87,7 @@ check_includes() {
         if (other[1] != "kernels") { violation("kernels/ knows nothing of src/"); next }
         if (other[2] == own[2] || is_test) next
         if (other[2] ~ /^(testing|bench)$/) { violation("kernels/" other[2] " is for tests and benchmarks"); next }
-        if (!has((own[2] in kernel_allowed) ? kernel_allowed[own[2]] : "gemm tile ptx base", other[2]))
+        if (!has((own[2] in kernel_allowed) ? kernel_allowed[own[2]] : "gemm fp8 tile ptx base", other[2]))
           violation((own[2] in kernel_allowed) ? "kernels/" own[2] " must not know " other[1] "/" other[2] : "an op includes no other op (shared code moves to a floor below the ops)")
         next
       }

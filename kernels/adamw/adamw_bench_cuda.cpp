@@ -14,8 +14,8 @@ void bench_adamw(const BenchOptions& options, std::ostream& out) {
   const BenchBuffer step = BenchBuffer::copy_of(&step_values, sizeof step_values);
   const BenchBuffer verdict = BenchBuffer::copy_of(&verdict_values, sizeof verdict_values);
 
-  auto run = [&](MasterSplit split, bool bf16_state) {
-    return [&, split, bf16_state] {
+  auto run = [&](MasterSplit split, bool bf16_state, AdamForm form = AdamForm::adamw) {
+    return [&, split, bf16_state, form] {
       uint16_t* low_half = split == MasterSplit::none ? nullptr : low.as<uint16_t>();
       adamw_update(AdamW<bf16>{.weight = {.value = weight.as<bf16>(), .low = low_half, .split = split},
                                .m = m.as<void>(),
@@ -27,7 +27,8 @@ void bench_adamw(const BenchOptions& options, std::ostream& out) {
                                .n = n,
                                .beta1 = 0.9,
                                .beta2 = 0.95,
-                               .eps = 1e-8},
+                               .eps = 1e-8,
+                               .form = form},
                    exec);
     };
   };
@@ -35,6 +36,7 @@ void bench_adamw(const BenchOptions& options, std::ostream& out) {
               {bench_copy(n * sizeof(float), exec),
                {"split master, FP32 state", run(MasterSplit::nearest, false), 0, 28.0 * n},
                {"no master, FP32 state", run(MasterSplit::none, false), 0, 24.0 * n},
+               {"no master, FP32 state, cautious", run(MasterSplit::none, false, AdamForm::cautious), 0, 24.0 * n},
                {"no master, BF16 state", run(MasterSplit::none, true), 0, 16.0 * n}},
               exec, options.seconds, out);
 }

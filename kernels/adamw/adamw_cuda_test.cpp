@@ -29,6 +29,11 @@ std::vector<float> join(const std::vector<bf16>& value, const std::vector<uint16
   return masters;
 }
 
+struct Form {
+  AdamForm form = AdamForm::adamw;
+  bool decays = true;
+};
+
 template <class T>
 struct State {
   std::vector<T> weight, m, v;
@@ -38,7 +43,7 @@ class AdamWCudaTest : public CudaTest {
  protected:
   template <class T>
   State<T> reference(const std::vector<float>& masters, const std::vector<std::vector<float>>& grads, MasterSplit split,
-                     bool bf16_state, float grad_scale, const HostExec& exec) {
+                     bool bf16_state, float grad_scale, Form form, const HostExec& exec) {
     const size_t n = masters.size();
     State<T> state{.weight = {masters.begin(), masters.end()}, .m = std::vector<T>(n), .v = std::vector<T>(n)};
     const StepVerdict verdict{.grad_scale = grad_scale};
@@ -56,7 +61,9 @@ class AdamWCudaTest : public CudaTest {
                             .n = static_cast<int64_t>(n),
                             .beta1 = kBeta1,
                             .beta2 = kBeta2,
-                            .eps = kEps},
+                            .eps = kEps,
+                            .form = form.form,
+                            .decays = form.decays},
                    exec);
     }
     return state;
@@ -71,7 +78,7 @@ class AdamWCudaTest : public CudaTest {
   // S: bf16 or float state. skip_from: the verdict says skip from that step on.
   template <class S>
   Device device(const std::vector<float>& masters, const std::vector<std::vector<float>>& grads, MasterSplit split,
-                float grad_scale, Launch launch, int skip_from = kSteps + 1) {
+                float grad_scale, Form form, Launch launch, int skip_from = kSteps + 1) {
     const int64_t n = static_cast<int64_t>(masters.size());
     std::vector<bf16> values(masters.size());
     std::vector<uint16_t> lows(masters.size());
@@ -100,7 +107,9 @@ class AdamWCudaTest : public CudaTest {
                         .n = n,
                         .beta1 = kBeta1,
                         .beta2 = kBeta2,
-                        .eps = kEps},
+                        .eps = kEps,
+                        .form = form.form,
+                        .decays = form.decays},
             exec());
       });
     }
@@ -111,10 +120,11 @@ class AdamWCudaTest : public CudaTest {
   }
 
   template <class S>
-  void check(int64_t n, MasterSplit split) {
+  void check(int64_t n, MasterSplit split, Form form = {}) {
     const bool bf16_state = std::is_same_v<S, bf16>;
     SCOPED_TRACE("n=" + std::to_string(n) + " split=" + std::to_string(static_cast<int>(split)) +
-                 " bf16_state=" + std::to_string(bf16_state));
+                 " bf16_state=" + std::to_string(bf16_state) + " form=" + std::to_string(static_cast<int>(form.form)) +
+                 " decays=" + std::to_string(form.decays));
     testing::Random random = testing::test_random();
     std::vector<float> masters = random.normal_vector<float>(n, 0.02);
     if (split == MasterSplit::none) {
@@ -122,12 +132,16 @@ class AdamWCudaTest : public CudaTest {
     }
     std::vector<std::vector<float>> grads;
     for (int step = 0; step < kSteps; ++step) grads.push_back(random.normal_vector<float>(n, 0.001));
+    // Cautious: where an element's gradients cancel in m, rounding would decide whether it decays.
+    for (auto& grad : grads) {
+      for (size_t i = 0; i < grad.size() && form.form == AdamForm::cautious; ++i) grad[i] = std::copysign(grad[i], grads[0][i]);
+    }
     if (n > 1) grads[0][1] = grads[1][1] = 0;  // m = v = 0: only decay, and no 0/0
     const float grad_scale = 0.37f;
 
-    const Device got = device<S>(masters, grads, split, grad_scale, Launch::direct);
-    const State<double> truth = reference<double>(masters, grads, split, bf16_state, grad_scale, truth_exec());
-    const State<float> baseline = reference<float>(masters, grads, split, bf16_state, grad_scale, baseline_exec());
+    const Device got = device<S>(masters, grads, split, grad_scale, form, Launch::direct);
+    const State<double> truth = reference<double>(masters, grads, split, bf16_state, grad_scale, form, truth_exec());
+    const State<float> baseline = reference<float>(masters, grads, split, bf16_state, grad_scale, form, baseline_exec());
     // Among few elements the largest may itself be the rest of a cancellation.
     const Ulp exact = n < 64 ? Ulp::accumulated : Ulp::float32;
     const Ulp state_format = bf16_state ? Ulp::bf16 : exact;
@@ -146,7 +160,7 @@ class AdamWCudaTest : public CudaTest {
       ASSERT_EQ(low, got.low[i]) << "element " << i;
     }
 
-    const Device again = device<S>(masters, grads, split, grad_scale, Launch::captured);
+    const Device again = device<S>(masters, grads, split, grad_scale, form, Launch::captured);
     EXPECT_TRUE(same_bits(got.value, again.value)) << "weight, second run";
     EXPECT_TRUE(same_bits(got.low, again.low)) << "low half, second run";
     EXPECT_TRUE(same_bits(got.m, again.m)) << "m, second run";
@@ -163,6 +177,19 @@ TEST_F(AdamWCudaTest, EveryMasterAndState) {
   }
 }
 
+TEST_F(AdamWCudaTest, CautiousDecay) {
+  for (const MasterSplit split : {MasterSplit::nearest, MasterSplit::truncated, MasterSplit::none}) {
+    for (const int64_t n : {1, 7, 1000, 70'001}) {
+      check<float>(n, split, {.form = AdamForm::cautious});
+      check<bf16>(n, split, {.form = AdamForm::cautious});
+    }
+  }
+}
+
+TEST_F(AdamWCudaTest, ParametersThatNeverDecay) {
+  for (const AdamForm form : {AdamForm::adamw, AdamForm::cautious}) check<float>(1003, MasterSplit::none, {form, false});
+}
+
 TEST_F(AdamWCudaTest, ProductionSize) { check<float>(3072 * 768, MasterSplit::nearest); }
 
 TEST_F(AdamWCudaTest, SkipLeavesEverythingAsItWas) {
@@ -171,13 +198,13 @@ TEST_F(AdamWCudaTest, SkipLeavesEverythingAsItWas) {
   const std::vector<float> masters = random.normal_vector<float>(n, 0.02);
   std::vector<std::vector<float>> grads;
   for (int step = 0; step < kSteps; ++step) grads.push_back(random.normal_vector<float>(n, 0.001));
-  const Device untouched = device<float>(masters, grads, MasterSplit::nearest, 1.0f, Launch::direct, 1);
+  const Device untouched = device<float>(masters, grads, MasterSplit::nearest, 1.0f, {}, Launch::direct, 1);
   EXPECT_TRUE(same_bits(join(untouched.value, untouched.low, MasterSplit::nearest), masters));
   EXPECT_EQ(untouched.m, std::vector<float>(static_cast<size_t>(n)));
 
   // Non-finite gradients behind a set flag reach nothing.
   for (std::vector<float>& grad : grads) grad[5] = std::numeric_limits<float>::quiet_NaN();
-  const Device with_nan = device<float>(masters, grads, MasterSplit::nearest, 1.0f, Launch::direct, 1);
+  const Device with_nan = device<float>(masters, grads, MasterSplit::nearest, 1.0f, {}, Launch::direct, 1);
   EXPECT_TRUE(same_bits(with_nan.value, untouched.value));
   EXPECT_TRUE(same_bits(with_nan.low, untouched.low));
 }

@@ -15,7 +15,7 @@ struct Constants {
   A beta1, one_minus_beta1, beta2, one_minus_beta2, eps, grad_scale, decay, step_size, root_correction2;
 };
 
-template <class A>
+template <class A, AdamForm kForm>
 struct Update {
   template <int W>
   SPEEDRUN_ALWAYS_INLINE static void run(A* __restrict weight, A* __restrict m, A* __restrict v, const A* __restrict grad,
@@ -25,8 +25,13 @@ struct Update {
       const A g = grad[i] * c.grad_scale;
       m[i] = c.beta1 * m[i] + c.one_minus_beta1 * g;
       v[i] = c.beta2 * v[i] + c.one_minus_beta2 * g * g;
-      const A decayed = weight[i] - c.decay * weight[i];
-      weight[i] = decayed - c.step_size * m[i] / (std::sqrt(v[i]) / c.root_correction2 + c.eps);
+      if constexpr (kForm == AdamForm::adamw) {
+        const A decayed = weight[i] - c.decay * weight[i];
+        weight[i] = decayed - c.step_size * m[i] / (std::sqrt(v[i]) / c.root_correction2 + c.eps);
+      } else {
+        const A step = c.step_size * m[i] / (std::sqrt(v[i]) + c.eps);
+        weight[i] -= step * weight[i] > 0 ? step + c.decay * weight[i] : step;
+      }
     }
   }
 };
@@ -38,20 +43,27 @@ void adamw_update(const AdamW<T>& a, const HostExec& exec) {
   using A = Acc<T>;
   if (a.verdict->skip != 0) return;
   const AdamStep& step = *a.step;
+  const A root_correction2 = std::sqrt(static_cast<A>(step.correction2));
+  const A step_size = static_cast<A>(step.lr) / static_cast<A>(step.correction1);
   const Constants<A> constants{.beta1 = static_cast<A>(a.beta1),
                                .one_minus_beta1 = static_cast<A>(1 - a.beta1),
                                .beta2 = static_cast<A>(a.beta2),
                                .one_minus_beta2 = static_cast<A>(1 - a.beta2),
                                .eps = static_cast<A>(a.eps),
                                .grad_scale = static_cast<A>(a.verdict->grad_scale),
-                               .decay = static_cast<A>(step.decay),
-                               .step_size = static_cast<A>(step.lr) / static_cast<A>(step.correction1),
-                               .root_correction2 = std::sqrt(static_cast<A>(step.correction2))};
+                               .decay = a.decays ? static_cast<A>(step.decay) : A{0},
+                               .step_size = a.form == AdamForm::cautious ? step_size * root_correction2 : step_size,
+                               .root_correction2 = root_correction2};
   A* m = static_cast<A*>(a.m);
   A* v = static_cast<A*>(a.v);
   parallel_ranges(exec, a.n, kElements, [&](int64_t begin, int64_t end) {
     const int64_t count = end - begin;
-    simd_dispatch<Update<A>>(static_cast<A*>(a.weight.value + begin), m + begin, v + begin, a.grad + begin, count, &constants);
+    A* weight = static_cast<A*>(a.weight.value + begin);
+    if (a.form == AdamForm::cautious) {
+      simd_dispatch<Update<A, AdamForm::cautious>>(weight, m + begin, v + begin, a.grad + begin, count, &constants);
+    } else {
+      simd_dispatch<Update<A, AdamForm::adamw>>(weight, m + begin, v + begin, a.grad + begin, count, &constants);
+    }
     if (a.weight.split == MasterSplit::none) round_stored(a.weight.value + begin, count, exec);
     if (a.bf16_state) {
       round_stored(m + begin, count, exec);

@@ -16,6 +16,8 @@ struct Problem {
   StepVerdict verdict{.grad_scale = 0.5f};
   MasterSplit split = MasterSplit::nearest;
   bool bf16_state = false;
+  AdamForm form = AdamForm::adamw;
+  bool decays = true;
   std::vector<T> weight, m, v, grad;
 
   Problem(int64_t count, Random& random)
@@ -29,10 +31,20 @@ struct Problem {
   void update(int t, const HostExec& exec) {
     step.correction1 = static_cast<float>(1 - std::pow(beta1, t));
     step.correction2 = static_cast<float>(1 - std::pow(beta2, t));
-    adamw_update(
-        AdamW<T>{
-            {weight.data(), nullptr, split}, m.data(), v.data(), bf16_state, grad.data(), &step, &verdict, n, beta1, beta2, eps},
-        exec);
+    adamw_update(AdamW<T>{.weight = {weight.data(), nullptr, split},
+                          .m = m.data(),
+                          .v = v.data(),
+                          .bf16_state = bf16_state,
+                          .grad = grad.data(),
+                          .step = &step,
+                          .verdict = &verdict,
+                          .n = n,
+                          .beta1 = beta1,
+                          .beta2 = beta2,
+                          .eps = eps,
+                          .form = form,
+                          .decays = decays},
+                 exec);
   }
 };
 
@@ -57,6 +69,71 @@ TEST(AdamW, FollowsTheFormulaForSeveralSteps) {
       ASSERT_NEAR(p.weight[i], theta[i], 1e-13) << "step " << t << " element " << i;
       ASSERT_NEAR(single.weight[i], theta[i], 2e-5) << "step " << t << " element " << i;
     }
+  }
+}
+
+TEST(AdamW, CautiousFormFollowsTheFormulaForSeveralSteps) {
+  Random random = test_random();
+  Problem<double> p(20001, random);
+  p.form = AdamForm::cautious;
+  p.eps = 0.05;  // large enough that its place beside the uncorrected root shows
+  Problem<float> single(20001, random);
+  single.form = p.form;
+  single.eps = p.eps;
+  single.weight.assign(p.weight.begin(), p.weight.end());
+  std::vector<double> theta = p.weight, m(theta.size()), v(theta.size());
+  // Each element's gradients keep their sign: where m cancels, rounding would decide in float whether the weight decays.
+  const std::vector<double> signs = p.grad;
+  for (int t = 1; t <= 5; ++t) {
+    p.grad = random.normal_vector<double>(p.n);
+    for (size_t i = 0; i < signs.size(); ++i) p.grad[i] = std::copysign(p.grad[i], signs[i]);
+    p.grad[7] = 0;
+    single.grad.assign(p.grad.begin(), p.grad.end());
+    p.update(t, HostExec{});
+    single.update(t, HostExec{});
+    int decayed = 0;
+    for (size_t i = 0; i < theta.size(); ++i) {
+      const double g = p.grad[i] * 0.5;
+      m[i] = 0.8 * m[i] + 0.2 * g;
+      v[i] = 0.95 * v[i] + 0.05 * g * g;
+      double u = static_cast<double>(0.03f) * std::sqrt(static_cast<double>(p.step.correction2)) /
+                 static_cast<double>(p.step.correction1) * m[i] / (std::sqrt(v[i]) + 0.05);
+      if (u * theta[i] > 0) {
+        u += static_cast<double>(0.01f) * theta[i];
+        ++decayed;
+      }
+      theta[i] -= u;
+      ASSERT_NEAR(p.weight[i], theta[i], 1e-13) << "step " << t << " element " << i;
+      ASSERT_NEAR(single.weight[i], theta[i], 2e-5) << "step " << t << " element " << i;
+    }
+    EXPECT_GT(decayed, 5000) << "step " << t;
+    EXPECT_LT(decayed, 15000) << "step " << t;
+  }
+}
+
+TEST(AdamW, CautiousFormLeavesAWeightWithoutAGradientAlone) {
+  Random random = test_random();
+  Problem<float> p(100, random);
+  p.form = AdamForm::cautious;
+  std::fill(p.grad.begin(), p.grad.end(), 0.0f);
+  const std::vector<float> before = p.weight;
+  p.update(1, HostExec{});
+  EXPECT_EQ(p.weight, before);
+}
+
+TEST(AdamW, WithoutDecayTheStepAloneCounts) {
+  Random random = test_random();
+  for (const AdamForm form : {AdamForm::adamw, AdamForm::cautious}) {
+    Problem<float> p(1000, random);
+    p.form = form;
+    Problem<float> zero_decay = p;
+    zero_decay.step.decay = 0;
+    const std::vector<float> before = p.weight;
+    p.decays = false;
+    p.update(1, HostExec{});
+    zero_decay.update(1, HostExec{});
+    EXPECT_EQ(p.weight, zero_decay.weight);
+    EXPECT_NE(p.weight, before);
   }
 }
 
@@ -96,6 +173,7 @@ TEST(AdamW, RoundsWhatCudaStoresAsBf16) {
   for (const bool bf16_state : {false, true}) {
     for (const MasterSplit split : {MasterSplit::none, MasterSplit::nearest, MasterSplit::truncated}) {
       Problem<float> exact(500, random);
+      exact.form = bf16_state ? AdamForm::adamw : AdamForm::cautious;
       exact.split = split;
       exact.bf16_state = bf16_state;
       Problem<float> rounded = exact;

@@ -18,9 +18,9 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_check.h"
-#include "kernels/attention/attention_tile.cuh"
 #include "kernels/attention/attention_tuning.h"
 #include "kernels/base/launch.cuh"
+#include "kernels/tile/attention_tile.cuh"
 
 namespace speedrun::kernels {
 namespace {

@@ -1,10 +1,10 @@
-#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "kernels/attention/attention.h"
 #include "kernels/bench/bench.h"
+#include "kernels/bench/bench_documents.h"
 
 namespace speedrun::kernels {
 namespace {
@@ -14,46 +14,15 @@ struct BenchShape {
   int H, D;
   int64_t window;
   std::vector<int32_t> doc_start;
+  bool planes = false;  // q, k and v each a plane (N, H·D), not side by side in rows
 };
-
-std::vector<int32_t> rows(int64_t N, int64_t row_tokens) {
-  std::vector<int32_t> doc_start(static_cast<size_t>(N));
-  for (int64_t t = 0; t < N; ++t) doc_start[static_cast<size_t>(t)] = static_cast<int32_t>(t / row_tokens * row_tokens);
-  return doc_start;
-}
-
-// Documents as long as those of web text: log-normal (sigma 1, mean about 590 tokens), cut at 2048. The lengths are its quantiles
-// in a scrambled order, the same in every run.
-std::vector<int32_t> web_documents(int64_t N) {
-  constexpr double kMean = 590, kSigma = 1, kGoldenRatio = 0.6180339887498949;
-  std::vector<int32_t> doc_start;
-  for (int document = 0; static_cast<int64_t>(doc_start.size()) < N; ++document) {
-    const double u = std::fmod(0.5 + document * kGoldenRatio, 1.0);
-    // The logistic distribution stands in for the normal one: the same variance, and a closed form for its quantiles.
-    const double normal = std::log(u / (1 - u)) * std::sqrt(3.0) / 3.14159265358979;
-    const double length = std::exp(std::log(kMean) - kSigma * kSigma / 2 + kSigma * normal);
-    const auto start = static_cast<int32_t>(doc_start.size());
-    doc_start.insert(doc_start.end(), static_cast<size_t>(std::clamp(length, 16.0, 2048.0)), start);
-  }
-  doc_start.resize(static_cast<size_t>(N));
-  return doc_start;
-}
-
-double attended_pairs(const BenchShape& shape) {
-  double pairs = 0;
-  for (size_t t = 0; t < shape.doc_start.size(); ++t) {
-    const int64_t query = static_cast<int64_t>(t);
-    const int64_t first = std::max<int64_t>(shape.doc_start[t], shape.window > 0 ? query - shape.window : 0);
-    pairs += static_cast<double>(query - first + 1);
-  }
-  return pairs * shape.H;
-}
 
 void bench_shape(const BenchShape& shape, const BenchOptions& options, std::ostream& out) {
   const CudaExec& exec = options.exec;
   const auto N = static_cast<int64_t>(shape.doc_start.size());
-  const int64_t channels = int64_t{shape.H} * shape.D, stride = 3 * channels;
-  const BenchBuffer qkv = BenchBuffer::normal_bf16(N * stride), dqkv = BenchBuffer::normal_bf16(N * stride),
+  const int64_t channels = int64_t{shape.H} * shape.D, stride = shape.planes ? channels : 3 * channels;
+  const int64_t next = shape.planes ? N * channels : channels;  // from q to k and from k to v
+  const BenchBuffer qkv = BenchBuffer::normal_bf16(3 * N * channels), dqkv = BenchBuffer::normal_bf16(3 * N * channels),
                     result = BenchBuffer::normal_bf16(N * channels), dout = BenchBuffer::normal_bf16(N * channels),
                     lse = BenchBuffer::zeroed(sizeof(float) * static_cast<size_t>(shape.H * N)),
                     delta = BenchBuffer::zeroed(sizeof(float) * static_cast<size_t>(shape.H * N)),
@@ -62,8 +31,8 @@ void bench_shape(const BenchShape& shape, const BenchOptions& options, std::ostr
   const AttentionForward<bf16> forward{.out = result.as<bf16>(),
                                        .lse = lse.as<float>(),
                                        .q = qkv.as<bf16>(),
-                                       .k = qkv.as<bf16>() + channels,
-                                       .v = qkv.as<bf16>() + 2 * channels,
+                                       .k = qkv.as<bf16>() + next,
+                                       .v = qkv.as<bf16>() + 2 * next,
                                        .doc_start = doc_start.as<int32_t>(),
                                        .N = N,
                                        .stride = stride,
@@ -72,8 +41,8 @@ void bench_shape(const BenchShape& shape, const BenchOptions& options, std::ostr
                                        .window = shape.window,
                                        .scale = scale};
   const AttentionBackward<bf16> backward{.dq = dqkv.as<bf16>(),
-                                         .dk = dqkv.as<bf16>() + channels,
-                                         .dv = dqkv.as<bf16>() + 2 * channels,
+                                         .dk = dqkv.as<bf16>() + next,
+                                         .dv = dqkv.as<bf16>() + 2 * next,
                                          .dout = dout.as<bf16>(),
                                          .out = forward.out,
                                          .lse = forward.lse,
@@ -88,7 +57,7 @@ void bench_shape(const BenchShape& shape, const BenchOptions& options, std::ostr
                                          .D = shape.D,
                                          .window = shape.window,
                                          .scale = scale};
-  const double pairs = attended_pairs(shape);
+  const double pairs = attended_pairs(shape.doc_start, shape.window > 0 ? shape.window : -1) * shape.H;
   const double tensor = 2.0 * static_cast<double>(N * channels);  // bytes of one (N, H·D)
   bench_table(
       "attention, " + shape.name + ", " + std::to_string(static_cast<int>(pairs / shape.H / static_cast<double>(N))) +
@@ -106,21 +75,33 @@ void bench_shape(const BenchShape& shape, const BenchOptions& options, std::ostr
 // FLOPs count attended pairs only: 4·D forward and 10·D backward, whatever a kernel computes beside them.
 void bench_attention(const BenchOptions& options, std::ostream& out) {
   bench_shape(
-      {.name = "GPT-2 124M: 64 rows of 1024, 12 heads of 64", .H = 12, .D = 64, .window = 0, .doc_start = rows(65536, 1024)},
+      {.name = "GPT-2 124M: 64 rows of 1024, 12 heads of 64", .H = 12, .D = 64, .window = 0, .doc_start = bench_rows(65536, 1024)},
       options, out);
   bench_shape({.name = "Optimization Track: 64 rows of 1024, 6 heads of 128",
                .H = 6,
                .D = 128,
                .window = 0,
-               .doc_start = rows(65536, 1024)},
+               .doc_start = bench_rows(65536, 1024)},
               options, out);
-  for (const int64_t window : {640, 1408}) {
-    bench_shape({.name = "Main Track: 49152 tokens in documents, window " + std::to_string(window) + ", 6 heads of 128",
-                 .H = 6,
-                 .D = 128,
-                 .window = window,
-                 .doc_start = web_documents(49152)},
-                options, out);
+  // The Main Track's rows by stage: short and long windows, and the short one with paired heads, whose stream has two positions a
+  // token and half the heads.
+  struct MainTrackRow {
+    int64_t tokens, window;
+    bool paired;
+  };
+  for (const MainTrackRow& row :
+       {MainTrackRow{16384, 128, false}, MainTrackRow{16384, 384, false}, MainTrackRow{16384, 128, true},
+        MainTrackRow{49152, 640, false}, MainTrackRow{49152, 1408, false}, MainTrackRow{49152, 640, true}}) {
+    BenchShape shape{.name = "Main Track: " + std::to_string(row.tokens) + " tokens in documents, window " +
+                             std::to_string(row.window) + (row.paired ? ", 3 paired heads of 128" : ", 6 heads of 128"),
+                     .H = row.paired ? 3 : 6,
+                     .D = 128,
+                     .window = row.window,
+                     .doc_start = {},
+                     .planes = true};
+    for (const int32_t start : bench_web_documents(row.tokens))
+      shape.doc_start.insert(shape.doc_start.end(), row.paired ? 2 : 1, row.paired ? 2 * start : start);
+    bench_shape(shape, options, out);
   }
 }
 

@@ -6,28 +6,37 @@
 #include "kernels/attention/attention.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/testing/cuda_test.h"
+#include "kernels/testing/documents.h"
 
 namespace speedrun::kernels {
 namespace {
 
 using testing::DeviceBuffer;
+using testing::equal_documents;
 using testing::Random;
 using testing::same_bits;
 using testing::Ulp;
+using testing::web_documents;
 using testing::within_rule;
 
-constexpr int64_t kPad = 8;  // columns of the qkv buffer that belong to nobody
+constexpr int64_t kPad = 8;  // columns of interleaved qkv rows that belong to nobody
+
+// Where q, k and v of a problem lie: side by side in rows (N, 3·H·D + kPad), or each a plane (N, H·D) of its own.
+enum class Layout { rows, planes };
 
 struct Problem {
   int64_t N = 0;
   int H = 1, D = 64;
   int64_t window = 0;
   std::vector<int32_t> doc_start = {};  // (N)
-  std::vector<bf16> qkv = {};           // (N, 3·H·D + kPad)
-  std::vector<bf16> dout = {};          // (N, H·D)
+  Layout layout = Layout::rows;
+  std::vector<bf16> qkv = {};
+  std::vector<bf16> dout = {};  // (N, H·D)
 
   int64_t channels() const { return int64_t{H} * D; }
-  int64_t stride() const { return 3 * channels() + kPad; }
+  int64_t stride() const { return layout == Layout::planes ? channels() : 3 * channels() + kPad; }
+  int64_t offset(int tensor) const { return tensor * (layout == Layout::planes ? N * channels() : channels()); }  // of q, k, v
+  int64_t qkv_size() const { return N * (layout == Layout::planes ? 3 * channels() : stride()); }
   double scale() const { return D == 64 ? 0.125 : 0.12; }
   int64_t first_key(int64_t t) const { return std::max<int64_t>(doc_start[static_cast<size_t>(t)], window > 0 ? t - window : 0); }
 };
@@ -36,34 +45,28 @@ std::ostream& operator<<(std::ostream& out, const Problem& p) {
   const auto documents =
       1 + std::count_if(p.doc_start.begin() + 1, p.doc_start.end(),
                         [last = p.doc_start[0]](int32_t start) mutable { return std::exchange(last, start) != start; });
-  return out << "N " << p.N << ", H " << p.H << ", D " << p.D << ", window " << p.window << ", " << documents
-             << " documents (index of out, dq, dk, dv: (t·H + h)·D + d; of lse: h·N + t)";
+  return out << (p.layout == Layout::planes ? "planes, " : "") << "N " << p.N << ", H " << p.H << ", D " << p.D << ", window "
+             << p.window << ", " << documents << " documents (index of out, dq, dk, dv: (t·H + h)·D + d; of lse: h·N + t)";
 }
 
-std::vector<int32_t> equal_documents(int64_t N, int64_t length) {
-  std::vector<int32_t> doc_start(static_cast<size_t>(N));
-  for (int64_t t = 0; t < N; ++t) doc_start[static_cast<size_t>(t)] = static_cast<int32_t>(t / length * length);
-  return doc_start;
-}
-
-// Lengths from a log-normal distribution with the given mean, cut at `longest`; about what web text looks like.
-std::vector<int32_t> web_documents(int64_t N, double mean, int64_t longest, Random& random) {
-  constexpr double kSigma = 1;
-  std::vector<int32_t> doc_start;
-  while (static_cast<int64_t>(doc_start.size()) < N) {
-    const double length = std::exp(std::log(mean) - kSigma * kSigma / 2 + kSigma * random.normal());
-    const auto start = static_cast<int32_t>(doc_start.size());
-    doc_start.insert(doc_start.end(), static_cast<size_t>(std::clamp<int64_t>(std::llround(length), 1, longest)), start);
-  }
-  doc_start.resize(static_cast<size_t>(N));
-  return doc_start;
-}
-
-Problem make_problem(std::vector<int32_t> doc_start, int H, int D, int64_t window, Random& random, double deviation = 1) {
+Problem make_problem(std::vector<int32_t> doc_start, int H, int D, int64_t window, Random& random, double deviation = 1,
+                     Layout layout = Layout::rows) {
   Problem p{.N = static_cast<int64_t>(doc_start.size()), .H = H, .D = D, .window = window, .doc_start = std::move(doc_start)};
-  p.qkv = random.normal_vector<bf16>(p.N * p.stride(), deviation);
+  p.layout = layout;
+  p.qkv = random.normal_vector<bf16>(p.qkv_size(), deviation);
   p.dout = random.normal_vector<bf16>(p.N * p.channels());
   return p;
+}
+
+// The rows of tokens begin … end − 1 of a buffer that is laid out as qkv; part(first, count) gives some of its elements.
+template <class Part>
+std::vector<bf16> qkv_rows(const Problem& p, int64_t begin, int64_t end, const Part& part) {
+  std::vector<bf16> result;
+  for (int tensor = 0; tensor < (p.layout == Layout::planes ? 3 : 1); ++tensor) {
+    const std::vector<bf16> rows = part(p.offset(tensor) + begin * p.stride(), (end - begin) * p.stride());
+    result.insert(result.end(), rows.begin(), rows.end());
+  }
+  return result;
 }
 
 // Tokens begin … end − 1, which are whole documents, as a problem of their own.
@@ -73,18 +76,21 @@ Problem slice(const Problem& p, int64_t begin, int64_t end) {
   };
   Problem part{.N = end - begin, .H = p.H, .D = p.D, .window = p.window, .doc_start = rows(p.doc_start, 1)};
   for (int32_t& start : part.doc_start) start -= static_cast<int32_t>(begin);
-  part.qkv = rows(p.qkv, p.stride());
+  part.layout = p.layout;
+  part.qkv = qkv_rows(p, begin, end, [&](int64_t first, int64_t count) {
+    return std::vector<bf16>(p.qkv.begin() + first, p.qkv.begin() + first + count);
+  });
   part.dout = rows(p.dout, p.channels());
   return part;
 }
 
-// (N, H, D) out of columns first_column … of rows of `stride` elements.
+// (N, H, D): q, k or v (tensor 0, 1, 2) out of a buffer that is laid out as qkv.
 template <class T>
-std::vector<T> columns(const std::vector<T>& values, const Problem& p, int64_t first_column) {
+std::vector<T> tensor_of(const std::vector<T>& values, const Problem& p, int tensor) {
   std::vector<T> result;
   result.reserve(static_cast<size_t>(p.N * p.channels()));
   for (int64_t t = 0; t < p.N; ++t) {
-    const auto row = values.begin() + t * p.stride() + first_column;
+    const auto row = values.begin() + p.offset(tensor) + t * p.stride();
     result.insert(result.end(), row, row + p.channels());
   }
   return result;
@@ -103,8 +109,8 @@ Forward<float> reference_forward(const Problem& p, const HostExec& exec) {
   attention_forward(AttentionForward<float>{.out = result.out.data(),
                                             .lse = result.lse.data(),
                                             .q = qkv.data(),
-                                            .k = qkv.data() + p.channels(),
-                                            .v = qkv.data() + 2 * p.channels(),
+                                            .k = qkv.data() + p.offset(1),
+                                            .v = qkv.data() + p.offset(2),
                                             .doc_start = p.doc_start.data(),
                                             .N = p.N,
                                             .stride = p.stride(),
@@ -122,14 +128,14 @@ std::vector<float> reference_backward(const Problem& p, const Forward<bf16>& for
                            out = testing::widen<float>(forward.out);
   std::vector<float> dqkv(qkv.size()), delta(forward.lse.size());
   attention_backward(AttentionBackward<float>{.dq = dqkv.data(),
-                                              .dk = dqkv.data() + p.channels(),
-                                              .dv = dqkv.data() + 2 * p.channels(),
+                                              .dk = dqkv.data() + p.offset(1),
+                                              .dv = dqkv.data() + p.offset(2),
                                               .dout = dout.data(),
                                               .out = out.data(),
                                               .lse = forward.lse.data(),
                                               .q = qkv.data(),
-                                              .k = qkv.data() + p.channels(),
-                                              .v = qkv.data() + 2 * p.channels(),
+                                              .k = qkv.data() + p.offset(1),
+                                              .v = qkv.data() + p.offset(2),
                                               .doc_start = p.doc_start.data(),
                                               .delta = delta.data(),
                                               .N = p.N,
@@ -155,7 +161,7 @@ class AttentionCudaTest : public testing::CudaTest {
     return {uploaded("qkv", p.qkv),
             uploaded("dout", p.dout),
             poisoned<bf16>("out", p.N * p.channels()),
-            poisoned<bf16>("dqkv", p.N * p.stride()),
+            poisoned<bf16>("dqkv", p.qkv_size()),
             poisoned<float>("lse", p.H * p.N),
             poisoned<float>("delta", p.H * p.N),
             uploaded("doc_start", p.doc_start)};
@@ -165,8 +171,8 @@ class AttentionCudaTest : public testing::CudaTest {
     attention_forward(AttentionForward<bf16>{.out = device.out.get(),
                                              .lse = device.lse.get(),
                                              .q = device.qkv.get(),
-                                             .k = device.qkv.get() + p.channels(),
-                                             .v = device.qkv.get() + 2 * p.channels(),
+                                             .k = device.qkv.get() + p.offset(1),
+                                             .v = device.qkv.get() + p.offset(2),
                                              .doc_start = device.doc_start.get(),
                                              .N = p.N,
                                              .stride = p.stride(),
@@ -179,14 +185,14 @@ class AttentionCudaTest : public testing::CudaTest {
 
   void run_backward(const Problem& p, const Device& device) const {
     attention_backward(AttentionBackward<bf16>{.dq = device.dqkv.get(),
-                                               .dk = device.dqkv.get() + p.channels(),
-                                               .dv = device.dqkv.get() + 2 * p.channels(),
+                                               .dk = device.dqkv.get() + p.offset(1),
+                                               .dv = device.dqkv.get() + p.offset(2),
                                                .dout = device.dout.get(),
                                                .out = device.out.get(),
                                                .lse = device.lse.get(),
                                                .q = device.qkv.get(),
-                                               .k = device.qkv.get() + p.channels(),
-                                               .v = device.qkv.get() + 2 * p.channels(),
+                                               .k = device.qkv.get() + p.offset(1),
+                                               .v = device.qkv.get() + p.offset(2),
                                                .doc_start = device.doc_start.get(),
                                                .delta = device.delta.get(),
                                                .N = p.N,
@@ -208,7 +214,8 @@ class AttentionCudaTest : public testing::CudaTest {
       const std::vector<float> lse = device.lse.download(head * whole.N + begin, p.N);
       forward.lse.insert(forward.lse.end(), lse.begin(), lse.end());
     }
-    const std::vector<bf16> dqkv = device.dqkv.download(begin * p.stride(), p.N * p.stride());
+    const std::vector<bf16> dqkv =
+        qkv_rows(whole, begin, end, [&](int64_t first, int64_t count) { return device.dqkv.download(first, count); });
 
     ThreadPool pool(0);
     const HostExec exact{.pool = &pool}, rounded{.pool = &pool, .round_bf16 = true};
@@ -220,10 +227,9 @@ class AttentionCudaTest : public testing::CudaTest {
                              dqkv_baseline = reference_backward(p, forward, rounded);
     const char* const names[] = {"dq", "dk", "dv"};
     for (int i = 0; i < 3; ++i) {
-      const int64_t column = i * p.channels();
-      EXPECT_TRUE(within_rule(columns(dqkv, p, column), columns(dqkv_truth, p, column), columns(dqkv_baseline, p, column)))
-          << names[i];
+      EXPECT_TRUE(within_rule(tensor_of(dqkv, p, i), tensor_of(dqkv_truth, p, i), tensor_of(dqkv_baseline, p, i))) << names[i];
     }
+    if (p.layout == Layout::planes) return;
     for (int64_t t = 0; t < p.N; ++t) {
       for (int64_t i = t * p.stride() + 3 * p.channels(); i < (t + 1) * p.stride(); ++i) {
         ASSERT_EQ(dqkv[static_cast<size_t>(i)].bits, 0xffff) << "token " << t << ": written between the rows of dqkv";
@@ -287,11 +293,11 @@ TEST_F(AttentionCudaTest, DocumentsOfOneToken) {
       run_forward(p, device);
       run_backward(p, device);
       const std::vector<bf16> dqkv = device.dqkv.download();
-      EXPECT_TRUE(same_bits(device.out.download(), columns(p.qkv, p, 2 * p.channels()))) << "out is v";
-      EXPECT_TRUE(same_bits(columns(dqkv, p, 2 * p.channels()), p.dout)) << "dv is dout";
-      for (const int64_t column : {int64_t{0}, p.channels()}) {
-        for (const bf16 x : columns(dqkv, p, column))
-          ASSERT_LT(std::abs(static_cast<float>(x)), 1e-4f) << (column == 0 ? "dq" : "dk");
+      EXPECT_TRUE(same_bits(device.out.download(), tensor_of(p.qkv, p, 2))) << "out is v";
+      EXPECT_TRUE(same_bits(tensor_of(dqkv, p, 2), p.dout)) << "dv is dout";
+      for (const int tensor : {0, 1}) {
+        for (const bf16 x : tensor_of(dqkv, p, tensor))
+          ASSERT_LT(std::abs(static_cast<float>(x)), 1e-4f) << (tensor == 0 ? "dq" : "dk");
       }
     }
   }
@@ -345,6 +351,36 @@ TEST_F(AttentionCudaTest, DocumentsAndWindow) {
   }
 }
 
+TEST_F(AttentionCudaTest, Planes) {
+  Random random = testing::test_random();
+  for (const int D : {64, 128}) {
+    for (const int H : {1, 3, 6}) {
+      for (const double mean : {4.0, 40.0, 400.0}) {
+        for (const int64_t window : {0, 128}) {
+          check(make_problem(web_documents(700, mean, 600, random), H, D, window, random, 1, Layout::planes));
+        }
+      }
+    }
+  }
+}
+
+// Documents of the interleaved stream that paired heads make.
+std::vector<int32_t> paired(const std::vector<int32_t>& doc_start) {
+  std::vector<int32_t> result;
+  for (const int32_t start : doc_start) result.insert(result.end(), 2, 2 * start);
+  return result;
+}
+
+TEST_F(AttentionCudaTest, PairedHeads) {
+  Random random = testing::test_random();
+  for (const int D : {64, 128}) {
+    for (const double mean : {1.5, 15.0, 150.0}) {
+      for (const int64_t window : {1, 64, 128})
+        check(make_problem(paired(web_documents(511, mean, 500, random)), 3, D, window, random, 1, Layout::planes));
+    }
+  }
+}
+
 // Scores in the hundreds: the running maximum rises again and again, weights are 0 or 1.
 TEST_F(AttentionCudaTest, LargeScores) {
   Random random = testing::test_random();
@@ -386,8 +422,9 @@ TEST_F(AttentionCudaTest, SameBitsEveryRunAndInAGraph) {
 }
 
 // Random numbers for a few thousand tokens, turned by a different offset for each repetition: large buffers in little time.
-Problem make_large_problem(std::vector<int32_t> doc_start, int H, int D, int64_t window, Random& random) {
+Problem make_large_problem(std::vector<int32_t> doc_start, int H, int D, int64_t window, Layout layout, Random& random) {
   Problem p{.N = static_cast<int64_t>(doc_start.size()), .H = H, .D = D, .window = window, .doc_start = std::move(doc_start)};
+  p.layout = layout;
   const std::vector<bf16> numbers = random.normal_vector<bf16>(1 << 20);
   auto fill = [&](std::vector<bf16>& values, int64_t count) {
     values.resize(static_cast<size_t>(count));
@@ -397,7 +434,7 @@ Problem make_large_problem(std::vector<int32_t> doc_start, int H, int D, int64_t
       values[i] = numbers[(i + offset) % numbers.size()];
     }
   };
-  fill(p.qkv, p.N * p.stride());
+  fill(p.qkv, p.qkv_size());
   fill(p.dout, p.N * p.channels());
   return p;
 }
@@ -405,23 +442,31 @@ Problem make_large_problem(std::vector<int32_t> doc_start, int H, int D, int64_t
 TEST_F(AttentionCudaTest, Gpt2MicroBatch) {
   Random random = testing::test_random();
   constexpr int64_t kN = 65536, kRow = 1024;
-  const Problem p = make_large_problem(equal_documents(kN, kRow), 12, 64, 0, random);
+  const Problem p = make_large_problem(equal_documents(kN, kRow), 12, 64, 0, Layout::rows, random);
   const Device device = upload(p);
   run_forward(p, device);
   run_backward(p, device);
   for (const int64_t row : {random.below(kN / kRow), kN / kRow - 1}) check_tokens(p, device, row * kRow, (row + 1) * kRow);
 }
 
-TEST_F(AttentionCudaTest, MainTrackMicroBatch) {
+// Micro-batches of the Main Track: rows of documents, plain or with paired heads.
+TEST_F(AttentionCudaTest, MainTrackMicroBatches) {
   Random random = testing::test_random();
-  constexpr int64_t kN = 49152;
-  for (const int64_t window : {640, 1408}) {
-    const Problem p = make_large_problem(web_documents(kN, 590, 2048, random), 6, 128, window, random);
+  struct Shape {
+    int64_t N, window;
+    bool pairs;
+    double mean;
+  };
+  for (const Shape& shape : {Shape{16384, 128, false, 590}, Shape{16384, 128, true, 590}, Shape{49152, 640, false, 590},
+                             Shape{49152, 1408, false, 590}, Shape{49152, 640, true, 590}, Shape{49152, 640, true, 12}}) {
+    const std::vector<int32_t> documents = web_documents(shape.N, shape.mean, 2048, random);
+    const Problem p = make_large_problem(shape.pairs ? paired(documents) : documents, shape.pairs ? 3 : 6, 128, shape.window,
+                                         Layout::planes, random);
     const Device device = upload(p);
     run_forward(p, device);
     run_backward(p, device);
     // The documents around three random tokens, and the last one, which the buffer's end cuts.
-    for (const int64_t token : {random.below(kN), random.below(kN), random.below(kN), kN - 1}) {
+    for (const int64_t token : {random.below(p.N), random.below(p.N), random.below(p.N), p.N - 1}) {
       const int64_t begin = p.doc_start[static_cast<size_t>(token)];
       const auto end = std::upper_bound(p.doc_start.begin(), p.doc_start.end(), static_cast<int32_t>(begin)) - p.doc_start.begin();
       if (end - begin > 1) check_tokens(p, device, begin, end);

@@ -12,9 +12,9 @@
 // Tuning    attention_tuning.h.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_check.h"
-#include "kernels/attention/attention_tile.cuh"
 #include "kernels/attention/attention_tuning.h"
 #include "kernels/base/launch.cuh"
+#include "kernels/tile/attention_tile.cuh"
 
 namespace speedrun::kernels {
 namespace {

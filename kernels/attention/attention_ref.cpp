@@ -2,24 +2,16 @@
 // keys (dk, dv) of one head and all the keys or queries that meet it, so every sum has one owner and a fixed order; the price is
 // that backward makes the scores twice. Probabilities and score gradients are rounded under round_bf16: they are operands of
 // tensor-core products on CUDA.
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "kernels/attention/attention.h"
-#include "kernels/base/fast_math.h"
 #include "kernels/base/host_parallel.h"
-#include "kernels/gemm/gemm_ref.h"
+#include "kernels/gemm/attention_scores_ref.h"
 
 namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kBlock = 64;  // queries or keys of one task
-
-struct Span {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
 
 // First key that token t sees; never falls as t grows, because doc_start and t − window do not.
 int64_t first_key(const int32_t* doc_start, int64_t window, int64_t t) {
@@ -36,59 +28,12 @@ int64_t queries_end(const int32_t* doc_start, int64_t window, int64_t key, int64
   return end;
 }
 
-// scores (rows, keys) of one row <- e^(score − lse) on the keys it sees, 0 elsewhere.
-template <class T>
-struct Exponentiate {
-  template <int W>
-  SPEEDRUN_ALWAYS_INLINE static void run(T* row, int64_t first, int64_t last, int64_t keys, T lse) {
-    using S = Simd<T, W>;
-    for (int64_t j = 0; j < first; ++j) row[j] = 0;
-    for (int64_t j = first; j < last; j += S::kLanes) {
-      store_lanes<S>(row + j, vector_exp<S>(load_lanes<S>(row + j, last - j) - lse), last - j);
-    }
-    for (int64_t j = last; j < keys; ++j) row[j] = 0;
-  }
-};
-
-// log Σ e^x over count > 0 numbers.
-template <class T>
-struct LogSumExp {
-  template <int W>
-  SPEEDRUN_ALWAYS_INLINE static void run(T* result, const T* x, int64_t count) {
-    using S = Simd<T, W>;
-    constexpr T kLowest = -std::numeric_limits<T>::infinity();
-    typename S::Vec largest = S::fill(kLowest), sum{};
-    for (int64_t j = 0; j < count; j += S::kLanes) largest = S::max(largest, load_lanes<S>(x + j, count - j, kLowest));
-    const T top = S::largest(largest);
-    for (int64_t j = 0; j < count; j += S::kLanes) sum += vector_exp<S>(load_lanes<S>(x + j, count - j, kLowest) - top);
-    *result = top + std::log(S::sum(sum));
-  }
-};
-
-// scores (queries, keys) = scale · q · kᵀ of one head
-template <class T>
-void make_scores(T* scores, const T* q, const T* k, Span queries, Span keys, int64_t stride, int D, double scale,
-                 const HostExec& exec) {
-  gemm_ref(GemmRef<T>{.c = scores,
-                      .a = q + queries.begin * stride,
-                      .b = k + keys.begin * stride,
-                      .M = queries.size(),
-                      .N = keys.size(),
-                      .K = D,
-                      .lda = stride,
-                      .ldb = stride,
-                      .ldc = keys.size(),
-                      .transpose_b = true,
-                      .alpha = static_cast<T>(scale)},
-           exec);
-}
-
 template <class T>
 void forward_block(const AttentionForward<T>& a, int head, Span queries, const HostExec& exec) {
   const Span keys{first_key(a.doc_start, a.window, queries.begin), queries.end};
   const int64_t column = int64_t{head} * a.D, C = int64_t{a.H} * a.D;
   std::vector<T> scores(static_cast<size_t>(queries.size() * keys.size()));
-  make_scores(scores.data(), a.q + column, a.k + column, queries, keys, a.stride, a.D, a.scale, exec);
+  make_scores(scores.data(), a.q + column, a.stride, queries, a.k + column, a.stride, keys, a.D, a.scale, exec);
   for (int64_t t = queries.begin; t < queries.end; ++t) {
     T* row = scores.data() + (t - queries.begin) * keys.size();
     const int64_t first = first_key(a.doc_start, a.window, t) - keys.begin, last = t + 1 - keys.begin;
@@ -123,18 +68,8 @@ struct GradientTile {
         probabilities(static_cast<size_t>(queries.size() * keys.size())),
         dscores(probabilities.size()) {
     const int64_t column = int64_t{head} * a.D, C = int64_t{a.H} * a.D, width = keys.size();
-    make_scores(probabilities.data(), a.q + column, a.k + column, queries, keys, a.stride, a.D, a.scale, exec);
-    gemm_ref(GemmRef<T>{.c = dscores.data(),
-                        .a = a.dout + queries.begin * C + column,
-                        .b = a.v + keys.begin * a.stride + column,
-                        .M = queries.size(),
-                        .N = width,
-                        .K = a.D,
-                        .lda = C,
-                        .ldb = a.stride,
-                        .ldc = width,
-                        .transpose_b = true},
-             exec);
+    make_scores(probabilities.data(), a.q + column, a.stride, queries, a.k + column, a.stride, keys, a.D, a.scale, exec);
+    make_scores(dscores.data(), a.dout + column, C, queries, a.v + column, a.stride, keys, a.D, 1, exec);
     for (int64_t t = queries.begin; t < queries.end; ++t) {
       T* p = probabilities.data() + (t - queries.begin) * width;
       T* ds = dscores.data() + (t - queries.begin) * width;

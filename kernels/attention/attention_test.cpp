@@ -1,5 +1,6 @@
 #include "kernels/attention/attention.h"
 
+#include "kernels/testing/documents.h"
 #include "kernels/testing/gradient_check.h"
 #include "kernels/testing/host_check.h"
 
@@ -7,15 +8,6 @@ namespace speedrun::kernels {
 namespace {
 
 using namespace speedrun::testing;
-
-// Document starts from lengths; what is left of N is one more document.
-std::vector<int32_t> document_starts(int64_t N, const std::vector<int>& lengths) {
-  std::vector<int32_t> starts;
-  for (const int length : lengths) starts.insert(starts.end(), static_cast<size_t>(length), static_cast<int32_t>(starts.size()));
-  const auto last = static_cast<int32_t>(starts.size());
-  starts.resize(static_cast<size_t>(N), last);
-  return starts;
-}
 
 template <class T>
 struct Problem {
@@ -118,6 +110,82 @@ TEST(Attention, GradientsEqualFiniteDifferences) {
                               .elements = 20};
     check_gradients(check, {{"qkv of N = " + std::to_string(shape.N), &p.qkv, &dqkv}}, random);
   }
+}
+
+// Paired heads are a view: planes (N, H·D) read as 2N tokens of H/2 heads with half the row stride, doc_start and window in
+// positions of that stream. Head h of token t then sits at position 2t + [h >= H/2] among the heads h and h ± H/2 of all tokens.
+TEST(Attention, PairedHeadsAreAView) {
+  Random random = test_random();
+  constexpr int64_t kN = 75, kWindow = 33;
+  constexpr int H = 6, D = 4, C = H * D;
+  const std::vector<int32_t> starts = document_starts(kN, {1, 2, 40, 3});
+  std::vector<int32_t> paired_starts;
+  for (const int32_t start : starts) paired_starts.insert(paired_starts.end(), 2, 2 * start);
+  std::vector<double> q = random.normal_vector<double>(kN * C), k = random.normal_vector<double>(kN * C),
+                      v = random.normal_vector<double>(kN * C);
+  const std::vector<double> dout = random.normal_vector<double>(kN * C);
+  std::vector<double> out = poisoned<double>(kN * C), lse = poisoned<double>(kN * H), delta = lse, dq = out, dk = out, dv = out;
+  const double scale = 0.4;
+  auto forward = [&] {
+    attention_forward(AttentionForward<double>{.out = out.data(),
+                                               .lse = lse.data(),
+                                               .q = q.data(),
+                                               .k = k.data(),
+                                               .v = v.data(),
+                                               .doc_start = paired_starts.data(),
+                                               .N = 2 * kN,
+                                               .stride = C / 2,
+                                               .H = H / 2,
+                                               .D = D,
+                                               .window = kWindow,
+                                               .scale = scale},
+                      HostExec{});
+  };
+  forward();
+  for (int64_t t = 0; t < kN; ++t) {
+    for (int h = 0; h < H; ++h) {
+      double total = 0;
+      std::vector<double> expected(D);
+      for (int64_t s = starts[t]; s <= t; ++s) {
+        for (const int other : {h % (H / 2), h % (H / 2) + H / 2}) {  // its own head and its partner
+          const int64_t distance = 2 * (t - s) + (h >= H / 2) - (other >= H / 2);
+          if (distance < 0 || distance > kWindow) continue;
+          double score = 0;
+          for (int d = 0; d < D; ++d) score += scale * q[t * C + h * D + d] * k[s * C + other * D + d];
+          total += std::exp(score);
+          for (int d = 0; d < D; ++d) expected[d] += std::exp(score) * v[s * C + other * D + d];
+        }
+      }
+      for (int d = 0; d < D; ++d)
+        ASSERT_NEAR(out[t * C + h * D + d], expected[d] / total, 1e-12) << "token " << t << ", head " << h << ", column " << d;
+    }
+  }
+
+  attention_backward(AttentionBackward<double>{.dq = dq.data(),
+                                               .dk = dk.data(),
+                                               .dv = dv.data(),
+                                               .dout = dout.data(),
+                                               .out = out.data(),
+                                               .lse = lse.data(),
+                                               .q = q.data(),
+                                               .k = k.data(),
+                                               .v = v.data(),
+                                               .doc_start = paired_starts.data(),
+                                               .delta = delta.data(),
+                                               .N = 2 * kN,
+                                               .stride = C / 2,
+                                               .H = H / 2,
+                                               .D = D,
+                                               .window = kWindow,
+                                               .scale = scale},
+                     HostExec{});
+  const GradientCheck check{.objective =
+                                [&] {
+                                  forward();
+                                  return dot(out, dout);
+                                },
+                            .elements = 20};
+  check_gradients(check, {{"q", &q, &dq}, {"k", &k, &dk}, {"v", &v, &dv}}, random);
 }
 
 TEST(Attention, LargeScoresDoNotOverflow) {

@@ -5,17 +5,18 @@
 
 namespace speedrun::kernels {
 
-// For one AdamW parameter group.
+// For one parameter group under Adam.
 struct AdamStep {
   float lr = 0;
-  float decay = 0;        // lr · weight_decay: θ ← θ − decay·θ
+  float decay = 0;        // adamw: lr · weight_decay; cautious: lr² · weight_decay
   float correction1 = 1;  // 1 − β1^t
   float correction2 = 1;  // 1 − β2^t
 };
 
+// For one parameter group under Muon.
 struct MuonStep {
-  float lr = 0;
-  float decay = 0;     // lr · weight_decay
+  float lr = 0;     // with the group's multiplier
+  float decay = 0;  // muon: lr · weight_decay; normuon: η · weight_decay · lr, with η the rate without the group's multiplier
   float momentum = 0;  // μ
 };
 

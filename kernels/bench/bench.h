@@ -16,6 +16,7 @@ struct BenchCase {
   std::function<void()> run;  // launches one call on the exec's stream
   double flops = 0;           // of one call; 0: not shown
   double bytes = 0;           // least device-memory traffic of one call; 0: not shown
+  double floor_ms = 0;        // what one call cannot beat, by the bench's own constants; 0: not shown
 };
 
 struct BenchOptions {
@@ -25,7 +26,8 @@ struct BenchOptions {
 };
 
 // Runs the cases one after the other and prints a table: ms, TFLOP/s, TB/s, SM clock (MHz), power (W), energy of a call (J; clock,
-// power and energy from NVML, "-" if the library is missing) and time relative to the first case.
+// power and energy from NVML, "-" if the library is missing), time relative to the first case, and the floor's share of the time
+// (%).
 void bench_table(const std::string& title, const std::vector<BenchCase>& cases, const CudaExec& exec, double seconds,
                  std::ostream& out);
 
@@ -48,6 +50,8 @@ class BenchBuffer {
  public:
   static BenchBuffer normal_bf16(int64_t count, double deviation = 1);
   static BenchBuffer normal_f32(int64_t count, double deviation = 1);
+  static BenchBuffer normal_e4m3(int64_t count, double deviation = 80);
+  static BenchBuffer normal_e5m2(int64_t count, double deviation = 80);
   static BenchBuffer copy_of(const void* host, size_t bytes);
   static BenchBuffer zeroed(size_t bytes);  // scratch and accumulators
 
@@ -57,6 +61,9 @@ class BenchBuffer {
   }
 
  private:
+  template <class T>
+  static BenchBuffer repeated_pattern(int64_t count, double deviation);
+
   struct Free {
     void operator()(void* pointer) const;
   };
@@ -77,14 +84,25 @@ std::span<const Bench> benches();
 
 void bench_adamw(const BenchOptions& options, std::ostream& out);
 void bench_attention(const BenchOptions& options, std::ostream& out);
+void bench_bigram(const BenchOptions& options, std::ostream& out);
+void bench_dc_attention(const BenchOptions& options, std::ostream& out);
 void bench_embedding(const BenchOptions& options, std::ostream& out);
+void bench_fp8(const BenchOptions& options, std::ostream& out);
+void bench_gate_net(const BenchOptions& options, std::ostream& out);
 void bench_gemm(const BenchOptions& options, std::ostream& out);
 void bench_grad_stats(const BenchOptions& options, std::ostream& out);
 void bench_head(const BenchOptions& options, std::ostream& out);
+void bench_head_gate(const BenchOptions& options, std::ostream& out);
 void bench_linear(const BenchOptions& options, std::ostream& out);
 void bench_mlp(const BenchOptions& options, std::ostream& out);
 void bench_muon(const BenchOptions& options, std::ostream& out);
 void bench_norm(const BenchOptions& options, std::ostream& out);
 void bench_qkv(const BenchOptions& options, std::ostream& out);
+void bench_relu2_mlp(const BenchOptions& options, std::ostream& out);
+void bench_scaled_weight(const BenchOptions& options, std::ostream& out);
+void bench_smear(const BenchOptions& options, std::ostream& out);
+void bench_split_qkv(const BenchOptions& options, std::ostream& out);
+void bench_stream_mix(const BenchOptions& options, std::ostream& out);
+void bench_value_gate(const BenchOptions& options, std::ostream& out);
 
 }  // namespace speedrun::kernels

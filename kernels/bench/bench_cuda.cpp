@@ -10,6 +10,7 @@
 #include "kernels/base/cuda_check.h"
 #include "kernels/bench/bench.h"
 #include "kernels/bench/nvml_cuda.h"
+#include "kernels/fp8/fp8_types.h"
 #include "kernels/gemm/gemm_cuda.h"
 
 namespace speedrun::kernels {
@@ -115,13 +116,15 @@ void bench_table(const std::string& title, const std::vector<BenchCase>& cases, 
   for (const BenchCase& bench : cases) width = std::max(width, bench.name.size());
   char line[256];
   auto row = [&](const std::string& name, const std::string& ms, const std::string& tflops, const std::string& tbs,
-                 const std::string& mhz, const std::string& watts, const std::string& joules, const std::string& ratio) {
-    std::snprintf(line, sizeof line, "%-*s %10s %8s %7s %6s %6s %9s %7s\n", static_cast<int>(std::min<size_t>(width, 120)),
-                  name.c_str(), ms.c_str(), tflops.c_str(), tbs.c_str(), mhz.c_str(), watts.c_str(), joules.c_str(), ratio.c_str());
+                 const std::string& mhz, const std::string& watts, const std::string& joules, const std::string& ratio,
+                 const std::string& floor) {
+    std::snprintf(line, sizeof line, "%-*s %10s %8s %7s %6s %6s %9s %7s %7s\n", static_cast<int>(std::min<size_t>(width, 120)),
+                  name.c_str(), ms.c_str(), tflops.c_str(), tbs.c_str(), mhz.c_str(), watts.c_str(), joules.c_str(), ratio.c_str(),
+                  floor.c_str());
     out << line << std::flush;
   };
   out << title << '\n';
-  row("case", "ms", "TFLOP/s", "TB/s", "MHz", "W", "J", "x first");
+  row("case", "ms", "TFLOP/s", "TB/s", "MHz", "W", "J", "x first", "% floor");
   int device = 0;
   cuda_check(cudaGetDevice(&device), "current device");
   const Nvml nvml(device);
@@ -131,7 +134,8 @@ void bench_table(const std::string& title, const std::vector<BenchCase>& cases, 
     if (first_ms == 0) first_ms = m.ms;
     auto rate = [&](double amount) { return amount > 0 ? std::optional(amount / (m.ms * 1e-3) * 1e-12) : std::nullopt; };
     row(bench.name, number(m.ms, "%.4f"), number(rate(bench.flops), "%.1f"), number(rate(bench.bytes), "%.3f"),
-        number(m.mhz, "%.0f"), number(m.watts, "%.0f"), number(m.joules, "%.3g"), number(m.ms / first_ms, "%.2f"));
+        number(m.mhz, "%.0f"), number(m.watts, "%.0f"), number(m.joules, "%.3g"), number(m.ms / first_ms, "%.2f"),
+        number(bench.floor_ms > 0 ? std::optional(100 * bench.floor_ms / m.ms) : std::nullopt, "%.0f"));
   }
   out << '\n';
 }
@@ -194,6 +198,18 @@ BenchBuffer BenchBuffer::zeroed(size_t bytes) {
 
 namespace {
 
+// A value as T stores it.
+template <class T>
+T narrow(float value) {
+  if constexpr (std::is_same_v<T, e4m3>) {
+    return to_e4m3(value);
+  } else if constexpr (std::is_same_v<T, e5m2>) {
+    return to_e5m2(value);
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
 // Approximately normal (a sum of four uniforms) and cheap: gigabytes are filled on the host. The pattern of a megaelement repeats.
 template <class T>
 std::vector<T> random_pattern(int64_t count, double deviation) {
@@ -203,7 +219,7 @@ std::vector<T> random_pattern(int64_t count, double deviation) {
     state = state * 6364136223846793005u + 1442695040888963407u;
     double sum = 0;
     for (int i = 0; i < 4; ++i) sum += static_cast<double>((state >> (16 * i)) & 0xffffu);
-    value = static_cast<T>(static_cast<float>(deviation * (sum / 65536.0 - 2.0) * std::sqrt(3.0)));
+    value = narrow<T>(static_cast<float>(deviation * (sum / 65536.0 - 2.0) * std::sqrt(3.0)));
   }
   return values;
 }
@@ -212,27 +228,22 @@ constexpr int64_t kPattern = 1 << 20;
 
 }  // namespace
 
-BenchBuffer BenchBuffer::normal_bf16(int64_t count, double deviation) {
-  BenchBuffer buffer(static_cast<size_t>(count) * sizeof(bf16));
-  const std::vector<bf16> pattern = random_pattern<bf16>(std::min(count, kPattern), deviation);
+template <class T>
+BenchBuffer BenchBuffer::repeated_pattern(int64_t count, double deviation) {
+  BenchBuffer buffer(static_cast<size_t>(count) * sizeof(T));
+  const std::vector<T> pattern = random_pattern<T>(std::min(count, kPattern), deviation);
   for (int64_t done = 0; done < count; done += kPattern) {
-    const size_t bytes = static_cast<size_t>(std::min(kPattern, count - done)) * sizeof(bf16);
-    cuda_check(cudaMemcpy(buffer.as<bf16>() + done, pattern.data(), bytes, cudaMemcpyHostToDevice), "bench: uploading a pattern");
+    const size_t bytes = static_cast<size_t>(std::min(kPattern, count - done)) * sizeof(T);
+    cuda_check(cudaMemcpy(buffer.as<T>() + done, pattern.data(), bytes, cudaMemcpyHostToDevice), "bench: uploading a pattern");
   }
   finish_uploads();
   return buffer;
 }
 
-BenchBuffer BenchBuffer::normal_f32(int64_t count, double deviation) {
-  BenchBuffer buffer(static_cast<size_t>(count) * sizeof(float));
-  const std::vector<float> pattern = random_pattern<float>(std::min(count, kPattern), deviation);
-  for (int64_t done = 0; done < count; done += kPattern) {
-    const size_t bytes = static_cast<size_t>(std::min(kPattern, count - done)) * sizeof(float);
-    cuda_check(cudaMemcpy(buffer.as<float>() + done, pattern.data(), bytes, cudaMemcpyHostToDevice), "bench: uploading a pattern");
-  }
-  finish_uploads();
-  return buffer;
-}
+BenchBuffer BenchBuffer::normal_bf16(int64_t count, double deviation) { return repeated_pattern<bf16>(count, deviation); }
+BenchBuffer BenchBuffer::normal_f32(int64_t count, double deviation) { return repeated_pattern<float>(count, deviation); }
+BenchBuffer BenchBuffer::normal_e4m3(int64_t count, double deviation) { return repeated_pattern<e4m3>(count, deviation); }
+BenchBuffer BenchBuffer::normal_e5m2(int64_t count, double deviation) { return repeated_pattern<e5m2>(count, deviation); }
 
 BenchCase bench_copy(size_t bytes, const CudaExec& exec) {
   auto from = std::make_shared<BenchBuffer>(BenchBuffer::normal_bf16(static_cast<int64_t>(bytes / sizeof(bf16))));

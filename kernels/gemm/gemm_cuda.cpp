@@ -30,6 +30,10 @@ struct GemmPlans::Impl {
   std::vector<std::string> untuned;
 
   const Plan& make_plan(const GemmKey& key) {
+    if (is_fp8(key.type_a) && compute_capability < 89) {
+      throw Error("gemm " + describe_gemm(key) + ": FP8 needs a GPU of compute capability 8.9 or later, this one has " +
+                  std::to_string(compute_capability / 10) + '.' + std::to_string(compute_capability % 10));
+    }
     GemmDescriptors descriptors(key);
     std::string note = "not in the table";
     if (const GemmTuning* row = find_tuning(key, compute_capability)) {

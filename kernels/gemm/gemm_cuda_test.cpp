@@ -22,6 +22,9 @@ struct Case {
   bool transpose_a = false, transpose_b = false, float_out = false, accumulate = false;
   Epilogue epilogue = Epilogue::none;
   int batch = 1;
+  GemmType type_a = GemmType::bf16, type_b = GemmType::bf16;
+  Accumulation accumulation = Accumulation::accurate;
+  bool fp8() const { return is_fp8(type_a); }
 };
 
 std::string name(const Case& c) {
@@ -33,7 +36,22 @@ std::string name(const Case& c) {
                         .float_out = c.float_out,
                         .accumulate = c.accumulate,
                         .epilogue = c.epilogue,
-                        .batch = c.batch});
+                        .batch = c.batch,
+                        .type_a = c.type_a,
+                        .type_b = c.type_b,
+                        .accumulation = c.accumulation});
+}
+
+// What the last term of the rule is an ulp of. FP8: the tensor core aligns the products of a step and the running sum to the
+// largest of them and keeps some 13 bits below it; `accurate` moves the sum to FP32 every few steps.
+testing::Ulp tolerance(const Case& c) {
+  if (!c.float_out || c.accumulation == Accumulation::fast) return testing::Ulp::bf16;
+  return c.fp8() ? static_cast<testing::Ulp>(10) : testing::product_ulp(c.K);
+}
+
+uint8_t fp8_code(GemmType type, bf16 value) {
+  const float x = static_cast<float>(value);
+  return type == GemmType::e4m3 ? to_e4m3(x).bits : to_e5m2(x).bits;
 }
 
 template <class T>
@@ -47,12 +65,20 @@ T gelu_grad(T x) {
   return T(0.5) * (1 + tanh) + T(0.5) * x * (1 - tanh * tanh) * scale * (1 + 3 * T(0.044715) * x * x);
 }
 
-// Operands of one case on the host; BF16 values, C as D's type holds them.
+// Operands of one case on the host; BF16 values (those of FP8 codes are BF16 numbers too), C as D's type holds them.
 struct Data {
   std::vector<bf16> a, b, bias, aux;
   std::vector<float> c;
   float alpha = 1, beta = 0;
+  float scale_a = 1, scale_b = 1;
 };
+
+void round_to_fp8(std::vector<bf16>& values, GemmType type) {
+  for (bf16& value : values) {
+    const uint8_t code = fp8_code(type, value);
+    value = bf16(type == GemmType::e4m3 ? to_float(e4m3{code}) : to_float(e5m2{code}));
+  }
+}
 
 Data make_data(const Case& c, Random& random) {
   Data data;
@@ -63,6 +89,11 @@ Data make_data(const Case& c, Random& random) {
   data.c = c.float_out ? random.normal_vector<float>(c.M * c.N * c.batch)
                        : testing::widen<float>(random.normal_vector<bf16>(c.M * c.N * c.batch));
   if (c.accumulate) data.alpha = -0.5f, data.beta = 0.75f;
+  if (c.fp8()) {
+    round_to_fp8(data.a, c.type_a);
+    round_to_fp8(data.b, c.type_b);
+    data.scale_a = 0.037f, data.scale_b = 11.5f;
+  }
   return data;
 }
 
@@ -89,7 +120,7 @@ Result<T> reference(const Case& c, const Data& data, const HostExec& exec) {
                         .ldc = c.N,
                         .transpose_a = c.transpose_a,
                         .transpose_b = c.transpose_b,
-                        .alpha = T(data.alpha),
+                        .alpha = T(data.alpha) * T(data.scale_a) * T(data.scale_b),
                         .beta = T(data.beta)},
              exec);
   }
@@ -110,6 +141,8 @@ Result<T> reference(const Case& c, const Data& data, const HostExec& exec) {
 
 class GemmCudaTest : public testing::CudaTest {
  protected:
+  bool has_fp8() const { return exec().compute_capability >= 89; }
+
   // Runs the case on the device with D = C's buffer if it accumulates, poisoned otherwise; compares with the references.
   void check(const Case& c) {
     SCOPED_TRACE(name(c));
@@ -125,9 +158,44 @@ class GemmCudaTest : public testing::CudaTest {
   }
 
  private:
+  // A or B in device memory, in the case's type.
+  class Operand {
+   public:
+    Operand(const GemmCudaTest& test, const char* name, const std::vector<bf16>& values, GemmType type, float scale)
+        : type_(type),
+          values_(test.uploaded(name, is_fp8(type) ? std::vector<bf16>(8) : values)),
+          codes_(test.uploaded(name, codes(values, type))),
+          scale_(test.uploaded("scale", std::vector<float>{scale})) {}
+    GemmOperand get() const {
+      switch (type_) {
+        case GemmType::e4m3:
+          return {reinterpret_cast<const e4m3*>(codes_.get()), scale_.get()};
+        case GemmType::e5m2:
+          return {reinterpret_cast<const e5m2*>(codes_.get()), scale_.get()};
+        case GemmType::bf16:
+          break;
+      }
+      return values_.get();
+    }
+
+   private:
+    static std::vector<uint8_t> codes(const std::vector<bf16>& values, GemmType type) {
+      if (!is_fp8(type)) return {};
+      std::vector<uint8_t> result(values.size());
+      std::transform(values.begin(), values.end(), result.begin(), [&](bf16 x) { return fp8_code(type, x); });
+      return result;
+    }
+
+    GemmType type_;
+    DeviceBuffer<bf16> values_;
+    DeviceBuffer<uint8_t> codes_;
+    DeviceBuffer<float> scale_;
+  };
+
   template <class Out>
   void check_as(const Case& c, const Data& data, const std::vector<Out>& c_values) {
-    const DeviceBuffer<bf16> a = uploaded("a", data.a), b = uploaded("b", data.b), bias = uploaded("bias", data.bias);
+    const Operand a(*this, "a", data.a, c.type_a, data.scale_a), b(*this, "b", data.b, c.type_b, data.scale_b);
+    const DeviceBuffer<bf16> bias = uploaded("bias", data.bias);
     DeviceBuffer<bf16> aux = uploaded("aux", data.aux);
     DeviceBuffer<Out> d = poisoned<Out>("d", c.M * c.N * c.batch);
     const GemmCuda args{.d = d.get(),
@@ -149,7 +217,8 @@ class GemmCudaTest : public testing::CudaTest {
                         .stride_a = c.M * c.K,
                         .stride_b = c.N * c.K,
                         .stride_c = c.M * c.N,
-                        .stride_d = c.M * c.N};
+                        .stride_d = c.M * c.N,
+                        .accumulation = c.accumulation};
     const bool writes_aux = c.epilogue == Epilogue::gelu_aux || c.epilogue == Epilogue::gelu_aux_bias;
     const auto run = [&](bool captured) {
       if (c.accumulate) {
@@ -173,8 +242,7 @@ class GemmCudaTest : public testing::CudaTest {
     ThreadPool pool(0);
     const Result<double> truth = reference<double>(c, data, {.pool = &pool});
     const Result<float> baseline = reference<float>(c, data, {.pool = &pool, .round_bf16 = true});
-    EXPECT_TRUE(testing::within_rule(first, truth.d, baseline.d, c.float_out ? testing::product_ulp(c.K) : testing::Ulp::bf16))
-        << "d";
+    EXPECT_TRUE(testing::within_rule(first, truth.d, baseline.d, tolerance(c))) << "d";
     if (!writes_aux) return;
     EXPECT_TRUE(testing::within_rule(first_aux, truth.aux, baseline.aux)) << "aux";
   }
@@ -264,9 +332,37 @@ TEST_F(GemmCudaTest, RefusesWhatItCannotDo) {
   refused("K = 12", [](GemmCuda& args) { args.K = 12; });
   refused("a null operand", [](GemmCuda& args) { args.b = nullptr; });
   refused("a missing bias", [](GemmCuda& args) { args.epilogue = Epilogue::bias; });
-  refused("a misaligned operand", [](GemmCuda& args) { args.a += 1; });
+  refused("a misaligned operand", [&](GemmCuda& args) { args.a = x.get() + 1; });
   refused("a float result with an epilogue",
           [&](GemmCuda& args) { args.epilogue = Epilogue::bias, args.bias = x.get(), args.float_out = true; });
+}
+
+TEST_F(GemmCudaTest, RefusesFp8ThatItCannotDo) {
+  const DeviceBuffer<e4m3> x = poisoned<e4m3>("x", 4096);
+  const DeviceBuffer<float> scale = uploaded("scale", std::vector<float>{1, 1});
+  const DeviceBuffer<bf16> d = poisoned<bf16>("d", 4096);
+  const GemmCuda good{
+      .d = d.get(), .a = {x.get(), scale.get()}, .b = {x.get(), scale.get()}, .M = 16, .N = 16, .K = 16, .transpose_b = true};
+  const auto refused = [&](const char* what, const char* words, const auto& change) {
+    GemmCuda args = good;
+    change(args);
+    try {
+      gemm(args, exec());
+      ADD_FAILURE() << what << " was accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  };
+  refused("a mixed product", "both operands", [&](GemmCuda& args) { args.a = d.get(); });
+  refused("a product of two E5M2", "E5M2", [&](GemmCuda& args) {
+    args.a = args.b = {reinterpret_cast<const e5m2*>(x.get()), scale.get()};
+  });
+  refused("B (K, N)", "B (N, K)", [](GemmCuda& args) { args.transpose_b = false; });
+  refused("K = 24", "multiples of 16", [](GemmCuda& args) { args.K = 24; });
+  refused("N = 24", "multiples of 16", [](GemmCuda& args) { args.N = 24; });
+  refused("a missing scale", "null", [](GemmCuda& args) { args.b.scale = nullptr; });
+  refused("a misaligned scale", "aligned", [](GemmCuda& args) { args.b.scale += 1; });
+  refused("an epilogue", "epilogue", [&](GemmCuda& args) { args.epilogue = Epilogue::bias, args.bias = d.get(); });
 }
 
 // What the tuner prints must bring the algorithm back.
@@ -297,6 +393,62 @@ TEST_F(GemmCudaTest, LongSums) {
   check({.M = 64, .N = 128, .K = 50304});
 }
 
+TEST_F(GemmCudaTest, Fp8TypesAndAccumulation) {
+  if (!has_fp8()) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  for (const GemmType type_a : {GemmType::e4m3, GemmType::e5m2}) {
+    for (const bool float_out : {false, true}) {
+      for (const bool accumulate : {false, true}) {
+        for (const Accumulation accumulation : {Accumulation::accurate, Accumulation::fast}) {
+          check({.M = 128,
+                 .N = 80,
+                 .K = 272,
+                 .transpose_b = true,
+                 .float_out = float_out,
+                 .accumulate = accumulate,
+                 .type_a = type_a,
+                 .type_b = GemmType::e4m3,
+                 .accumulation = accumulation});
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GemmCudaTest, Fp8TakesAnyNumberOfRows) {
+  if (!has_fp8()) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  for (const int64_t M : {1, 7, 37, 1000, 1023}) {
+    for (const bool float_out : {false, true}) {
+      check({.M = M,
+             .N = 768,
+             .K = 784,
+             .transpose_b = true,
+             .float_out = float_out,
+             .type_a = GemmType::e4m3,
+             .type_b = GemmType::e4m3,
+             .accumulation = Accumulation::fast});
+    }
+  }
+}
+
+// Up, down, and the head's weight gradient, whose K is the tokens of a chunk.
+TEST_F(GemmCudaTest, Fp8ProductionWidths) {
+  if (!has_fp8()) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  constexpr GemmType kE4m3 = GemmType::e4m3;
+  check(
+      {.M = 2048, .N = 3072, .K = 768, .transpose_b = true, .type_a = kE4m3, .type_b = kE4m3, .accumulation = Accumulation::fast});
+  check(
+      {.M = 2048, .N = 768, .K = 3072, .transpose_b = true, .type_a = kE4m3, .type_b = kE4m3, .accumulation = Accumulation::fast});
+  check({.M = 4096,
+         .N = 768,
+         .K = 2064,
+         .transpose_b = true,
+         .float_out = true,
+         .accumulate = true,
+         .type_a = GemmType::e5m2,
+         .type_b = kE4m3});
+  check({.M = 256, .N = 768, .K = 50304, .transpose_b = true, .type_a = GemmType::e5m2, .type_b = kE4m3});
+}
+
 TEST_F(GemmCudaTest, NamesUntunedShapesOnce) {
   const DeviceBuffer<bf16> x = poisoned<bf16>("x", 4096);
   const GemmCuda args{.d = x.get(), .a = x.get() + 1024, .b = x.get() + 2048, .M = 24, .N = 16, .K = 8};
@@ -317,7 +469,10 @@ TEST(GemmTuning, RowsAreUniqueAndForProductionShapes) {
                       .float_out = row.float_out,
                       .accumulate = row.accumulate,
                       .epilogue = row.epilogue,
-                      .batch = row.batch};
+                      .batch = row.batch,
+                      .type_a = row.type_a,
+                      .type_b = row.type_b,
+                      .accumulation = row.accumulation};
     EXPECT_TRUE(seen.insert(std::to_string(row.compute_capability) + ' ' + describe_gemm(key)).second) << describe_gemm(key);
     EXPECT_EQ(find_tuning(key, row.compute_capability), &row);
   }

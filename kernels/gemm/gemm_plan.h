@@ -23,12 +23,15 @@ struct GemmKey {
   Epilogue epilogue = Epilogue::none;
   int batch = 1;
   int64_t stride_a = 0, stride_b = 0, stride_c = 0, stride_d = 0;
+  GemmType type_a = GemmType::bf16, type_b = GemmType::bf16;
+  Accumulation accumulation = Accumulation::accurate;
   auto operator<=>(const GemmKey&) const = default;
 };
 
 GemmKey gemm_key(const GemmCuda& args);         // throws Error on shapes and pointers that are not supported
-std::string describe_gemm(const GemmKey& key);  // "16384x2304x768 NT bf16 bias"
+std::string describe_gemm(const GemmKey& key);  // "16384x2304x768 NT bf16 bias", "16384x768x3072 NT e4m3·e4m3 bf16 fast"
 const char* epilogue_name(Epilogue epilogue);   // as in the enum
+const char* type_name(GemmType type);           // as in the enum
 bool epilogue_has_bias(Epilogue epilogue);
 bool epilogue_has_aux(Epilogue epilogue);
 

@@ -71,6 +71,18 @@ uint32_t reduction_scheme(int split_k) {
   return static_cast<uint32_t>(split_k > 1 ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE);
 }
 
+cudaDataType_t lt_type(GemmType type) {
+  switch (type) {
+    case GemmType::bf16:
+      return CUDA_R_16BF;
+    case GemmType::e4m3:
+      return CUDA_R_8F_E4M3;
+    case GemmType::e5m2:
+      return CUDA_R_8F_E5M2;
+  }
+  throw Error("gemm: unknown type " + std::to_string(static_cast<int>(type)));
+}
+
 cudaDataType_t out_type(const GemmKey& key) { return key.float_out ? CUDA_R_32F : CUDA_R_16BF; }
 
 }  // namespace
@@ -91,6 +103,18 @@ const char* epilogue_name(Epilogue epilogue) {
   return "unknown";
 }
 
+const char* type_name(GemmType type) {
+  switch (type) {
+    case GemmType::bf16:
+      return "bf16";
+    case GemmType::e4m3:
+      return "e4m3";
+    case GemmType::e5m2:
+      return "e5m2";
+  }
+  return "unknown";
+}
+
 bool epilogue_has_bias(Epilogue epilogue) { return epilogue == Epilogue::bias || epilogue == Epilogue::gelu_aux_bias; }
 bool epilogue_has_aux(Epilogue epilogue) {
   return epilogue == Epilogue::gelu_aux || epilogue == Epilogue::gelu_aux_bias || epilogue == Epilogue::dgelu;
@@ -98,8 +122,10 @@ bool epilogue_has_aux(Epilogue epilogue) {
 
 std::string describe_gemm(const GemmKey& key) {
   std::ostringstream text;
-  text << key.m << 'x' << key.n << 'x' << key.k << ' ' << (key.transpose_a ? 'T' : 'N') << (key.transpose_b ? 'T' : 'N') << ' '
-       << (key.float_out ? "f32" : "bf16");
+  text << key.m << 'x' << key.n << 'x' << key.k << ' ' << (key.transpose_a ? 'T' : 'N') << (key.transpose_b ? 'T' : 'N') << ' ';
+  if (is_fp8(key.type_a) || is_fp8(key.type_b)) text << type_name(key.type_a) << "·" << type_name(key.type_b) << ' ';
+  text << (key.float_out ? "f32" : "bf16");
+  if (key.accumulation == Accumulation::fast) text << " fast";
   if (key.accumulate) text << " accumulate";
   if (key.epilogue != Epilogue::none) text << ' ' << epilogue_name(key.epilogue);
   if (key.batch != 1) text << " batch " << key.batch;
@@ -115,7 +141,11 @@ GemmKey gemm_key(const GemmCuda& args) {
               .float_out = args.float_out,
               .accumulate = args.c != nullptr && args.beta != 0,
               .epilogue = args.epilogue,
-              .batch = args.batch};
+              .batch = args.batch,
+              .type_a = args.a.type,
+              .type_b = args.b.type};
+  const bool fp8 = is_fp8(key.type_a) || is_fp8(key.type_b);
+  if (fp8) key.accumulation = args.accumulation;
   if (args.batch > 1) {
     key.stride_a = args.stride_a, key.stride_b = args.stride_b, key.stride_d = args.stride_d;
     key.stride_c = key.accumulate ? args.stride_c : args.stride_d;
@@ -128,10 +158,17 @@ GemmKey gemm_key(const GemmCuda& args) {
     problem = "every dimension must be positive";
   } else if (a_columns % 8 != 0 || b_columns % 8 != 0 || key.n % 8 != 0) {
     problem = "the contiguous dimension of A, B and D must be a multiple of 8";
-  } else if (!args.d || !args.a || !args.b || (has_bias && !args.bias) || (has_aux && !args.aux)) {
+  } else if (fp8 && !(is_fp8(key.type_a) && is_fp8(key.type_b) && (key.type_a == GemmType::e4m3 || key.type_b == GemmType::e4m3))) {
+    problem = "FP8 needs both operands in FP8, at most one of them in E5M2";
+  } else if (fp8 && (key.transpose_a || !key.transpose_b || key.k % 16 != 0 || key.n % 16 != 0)) {
+    problem = "FP8 needs A (M, K) and B (N, K) with K and N multiples of 16";
+  } else if (fp8 && (key.epilogue != Epilogue::none || key.batch != 1)) {
+    problem = "FP8 has no epilogue and batch 1";
+  } else if (!args.d || !args.a.data || !args.b.data || (fp8 && (!args.a.scale || !args.b.scale)) || (has_bias && !args.bias) ||
+             (has_aux && !args.aux)) {
     problem = "an operand is null";
-  } else if (!aligned(args.d) || !aligned(args.a) || !aligned(args.b) || !aligned(args.c) || (has_bias && !aligned(args.bias)) ||
-             (has_aux && !aligned(args.aux))) {
+  } else if (!aligned(args.d) || !aligned(args.a.data) || !aligned(args.b.data) || !aligned(args.a.scale) ||
+             !aligned(args.b.scale) || !aligned(args.c) || (has_bias && !aligned(args.bias)) || (has_aux && !aligned(args.aux))) {
     problem = "pointers must be 16-byte aligned";
   } else if (key.epilogue != Epilogue::none && (key.float_out || key.batch != 1)) {
     problem = "an epilogue needs a bf16 result and batch 1";
@@ -166,10 +203,15 @@ GemmDescriptors::GemmDescriptors(const GemmKey& key) {
     set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, any_aligned);
     set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
   }
-  a = key.transpose_a ? make_layout(CUDA_R_16BF, key.k, key.m, key.batch, key.stride_a)
-                      : make_layout(CUDA_R_16BF, key.m, key.k, key.batch, key.stride_a);
-  b = key.transpose_b ? make_layout(CUDA_R_16BF, key.n, key.k, key.batch, key.stride_b)
-                      : make_layout(CUDA_R_16BF, key.k, key.n, key.batch, key.stride_b);
+  if (is_fp8(key.type_a)) {
+    set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, any_aligned);
+    set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, any_aligned);
+    set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(key.accumulation == Accumulation::fast));
+  }
+  a = key.transpose_a ? make_layout(lt_type(key.type_a), key.k, key.m, key.batch, key.stride_a)
+                      : make_layout(lt_type(key.type_a), key.m, key.k, key.batch, key.stride_a);
+  b = key.transpose_b ? make_layout(lt_type(key.type_b), key.n, key.k, key.batch, key.stride_b)
+                      : make_layout(lt_type(key.type_b), key.k, key.n, key.batch, key.stride_b);
   d = make_layout(out_type(key), key.m, key.n, key.batch, key.stride_d);
   if (key.stride_c != key.stride_d) c = make_layout(out_type(key), key.m, key.n, key.batch, key.stride_c);
 }
@@ -219,8 +261,8 @@ GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algo) {
 std::optional<cublasLtMatmulAlgo_t> make_algorithm(cublasLtHandle_t handle, const GemmDescriptors& descriptors, const GemmKey& key,
                                                    const GemmAlgorithm& algorithm, std::string& reason) {
   cublasLtMatmulAlgo_t algo{};
-  cublasStatus_t status = cublasLtMatmulAlgoInit(handle, CUBLAS_COMPUTE_32F, CUDA_R_32F, CUDA_R_16BF, CUDA_R_16BF, out_type(key),
-                                                 out_type(key), algorithm.id, &algo);
+  cublasStatus_t status = cublasLtMatmulAlgoInit(handle, CUBLAS_COMPUTE_32F, CUDA_R_32F, lt_type(key.type_b), lt_type(key.type_a),
+                                                 out_type(key), out_type(key), algorithm.id, &algo);
   const auto configure = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, const auto& value) {
     if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulAlgoConfigSetAttribute(&algo, attribute, &value, sizeof value);
   };
@@ -252,7 +294,8 @@ const GemmTuning* find_tuning(const GemmKey& key, int compute_capability) {
   const auto match = std::find_if(kGemmTuning.begin(), kGemmTuning.end(), [&](const GemmTuning& row) {
     return row.compute_capability == compute_capability && row.m == key.m && row.n == key.n && row.k == key.k &&
            row.transpose_a == key.transpose_a && row.transpose_b == key.transpose_b && row.float_out == key.float_out &&
-           row.accumulate == key.accumulate && row.epilogue == key.epilogue && row.batch == key.batch;
+           row.accumulate == key.accumulate && row.epilogue == key.epilogue && row.batch == key.batch && row.type_a == key.type_a &&
+           row.type_b == key.type_b && row.accumulation == key.accumulation;
   });
   return match == kGemmTuning.end() ? nullptr : match;
 }
@@ -263,11 +306,15 @@ void launch_gemm(cublasLtHandle_t handle, const GemmDescriptors& descriptors, co
     set(descriptors.op.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, static_cast<const void*>(args.bias));
   if (epilogue_has_aux(key.epilogue))
     set(descriptors.op.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, static_cast<void*>(args.aux));
+  if (is_fp8(key.type_a)) {
+    set(descriptors.op.get(), CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(args.b.scale));
+    set(descriptors.op.get(), CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(args.a.scale));
+  }
   const float beta = key.accumulate ? args.beta : 0.0f;
   const void* c = key.accumulate ? args.c : args.d;
-  const cublasStatus_t status =
-      cublasLtMatmul(handle, descriptors.op.get(), &args.alpha, args.b, descriptors.b.get(), args.a, descriptors.a.get(), &beta, c,
-                     descriptors.c_layout(), args.d, descriptors.d.get(), &algo, workspace, GemmPlans::kWorkspaceBytes, stream);
+  const cublasStatus_t status = cublasLtMatmul(handle, descriptors.op.get(), &args.alpha, args.b.data, descriptors.b.get(),
+                                               args.a.data, descriptors.a.get(), &beta, c, descriptors.c_layout(), args.d,
+                                               descriptors.d.get(), &algo, workspace, GemmPlans::kWorkspaceBytes, stream);
   if (status != CUBLAS_STATUS_SUCCESS) cublas_check(status, "gemm ", describe_gemm(key));
 }
 

@@ -2,6 +2,7 @@
 
 #include "kernels/base/fast_math.h"
 #include "kernels/gemm/affine_ref.h"
+#include "kernels/gemm/fp8_product_ref.h"
 #include "kernels/testing/gradient_check.h"
 #include "kernels/testing/host_check.h"
 
@@ -132,6 +133,31 @@ TEST(FastMath, ExpOfSpecialValues) {
   EXPECT_EQ(y[6], 0);
   EXPECT_EQ(y[7], kInfinity);
   EXPECT_EQ(y[8], 0);
+}
+
+template <class A>
+void check_fp8_product(Random& random, A (*encode)(float)) {
+  const int64_t M = 5, N = 7, K = 19;
+  std::vector<A> a(static_cast<size_t>(M * K));
+  std::vector<e4m3> b(static_cast<size_t>(N * K));
+  for (A& code : a) code = encode(static_cast<float>(random.normal()));
+  for (e4m3& code : b) code = to_e4m3(static_cast<float>(random.normal()));
+  for (const double beta : {0.0, 1.0}) {
+    std::vector<double> c = beta == 0 ? poisoned<double>(M * N) : random.normal_vector<double>(M * N);
+    const std::vector<double> before = c;
+    fp8_product_ref(Fp8ProductRef<double, A>{c.data(), a.data(), b.data(), 0.25f, -3.0f, M, N, K, beta}, HostExec{});
+    for (int64_t i = 0; i < M * N; ++i) {
+      double expected = beta == 0 ? 0 : before[i];
+      for (int64_t k = 0; k < K; ++k) expected += -0.75 * to_float(a[i / N * K + k]) * to_float(b[i % N * K + k]);
+      EXPECT_NEAR(c[i], expected, 1e-12);
+    }
+  }
+}
+
+TEST(Fp8Product, EqualsNaiveLoops) {
+  Random random = test_random();
+  check_fp8_product<e4m3>(random, to_e4m3);
+  check_fp8_product<e5m2>(random, to_e5m2);
 }
 
 // Every instruction set this CPU has gives the same function, not only the one that is chosen.

@@ -8,8 +8,8 @@
 namespace speedrun::kernels {
 
 // The products of GPT-2 124M training (C = 768, F = 3072, V = 50,304): every layer forward, input and weight gradient, at
-// micro-batches of 16,384 to 262,144 tokens, the head's chunks, and Muon's batches. `tokens` restricts the micro-batches; empty:
-// all.
+// micro-batches of 16,384 to 262,144 tokens, the head's chunks, Muon's batches, and the Main Track's MLP and FP8 products. `tokens`
+// restricts the micro-batches; empty: all.
 std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens = {});
 
 // 2·M·N·K·batch

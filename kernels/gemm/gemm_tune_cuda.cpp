@@ -11,6 +11,7 @@ namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kC = 768, kF = 3072, kV = 50304;
+constexpr int64_t kMainTrackTokens = 49152;
 constexpr int64_t kChunk = 16384;  // tokens whose logits the engine holds at once
 
 struct Layer {
@@ -26,6 +27,29 @@ GemmKey forward(int64_t N, const Layer& layer) {
 GemmKey input_grad(int64_t N, const Layer& layer) { return {.m = N, .n = layer.K, .k = layer.O}; }
 GemmKey weight_grad(int64_t N, const Layer& layer) {
   return {.m = layer.O, .n = layer.K, .k = N, .transpose_a = true, .float_out = true, .accumulate = true};
+}
+
+// FP8: A (m, k) in `type_a`, B (n, k) in E4M3; weight gradients accumulate in FP32.
+GemmKey fp8(int64_t m, int64_t n, int64_t k, GemmType type_a, Accumulation accumulation) {
+  return {.m = m, .n = n, .k = k, .transpose_b = true, .type_a = type_a, .type_b = GemmType::e4m3, .accumulation = accumulation};
+}
+
+// The Main Track's MLP: no biases, forward in BF16 and in FP8, backward in BF16.
+void add_main_track_mlp(std::vector<GemmKey>& products, int64_t N, const Layer& up) {
+  products.push_back(forward(N, up));
+  products.push_back(input_grad(N, up));  // the down product has its shape
+  products.push_back(weight_grad(N, up));
+  products.push_back(fp8(N, kF, kC, GemmType::e4m3, Accumulation::fast));
+  products.push_back(fp8(N, kC, kF, GemmType::e4m3, Accumulation::fast));
+}
+
+// The Main Track's head in FP8 on a chunk of tokens.
+void add_fp8_head(std::vector<GemmKey>& products, int64_t chunk) {
+  products.push_back(fp8(chunk, kV, kC, GemmType::e4m3, Accumulation::fast));
+  products.push_back(fp8(chunk, kC, kV, GemmType::e5m2, Accumulation::accurate));
+  GemmKey weights = fp8(kV, kC, chunk, GemmType::e5m2, Accumulation::accurate);
+  weights.float_out = weights.accumulate = true;
+  products.push_back(weights);
 }
 
 // One round of the Newton-Schulz iteration on `batch` matrices (m, n): XXᵀ, A·A + A, B·X + X.
@@ -126,7 +150,15 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
   products.push_back(weight_grad(kChunk, head));
   add_muon(products, kC, kC, 48);
   add_muon(products, kC, kF, 12);
-  return products;
+  const Layer up_no_bias{.K = kC, .O = kF, .forward = Epilogue::none, .residual = false};
+  for (const int64_t N : tokens.empty() ? std::vector<int64_t>{kMainTrackTokens} : tokens)
+    add_main_track_mlp(products, N, up_no_bias);
+  add_fp8_head(products, kChunk);
+  std::vector<GemmKey> unique;
+  for (const GemmKey& key : products) {
+    if (std::find(unique.begin(), unique.end(), key) == unique.end()) unique.push_back(key);
+  }
+  return unique;
 }
 
 double gemm_flops(const GemmKey& key) {
@@ -143,14 +175,21 @@ GemmOperands::GemmOperands(const GemmKey& key) : impl_(std::make_unique<Impl>())
   constexpr int64_t kRotationBytes = 200 << 20;  // beyond 3 x 60 MB of L2
   constexpr int64_t kMaxSets = 8;
   const int64_t batch = key.batch, d_count = key.m * key.n * batch;
-  const int64_t bytes = 2 * (key.m * key.k + key.n * key.k) * batch + (key.float_out ? 4 : 2) * d_count;
+  const int64_t bytes = (is_fp8(key.type_a) ? 1 : 2) * (key.m * key.k + key.n * key.k) * batch + (key.float_out ? 4 : 2) * d_count;
   const int64_t sets = std::clamp<int64_t>((kRotationBytes + bytes - 1) / bytes, 1, kMaxSets);
-  const auto random = [&](int64_t count) { return impl_->buffers.emplace_back(BenchBuffer::normal_bf16(count)).as<bf16>(); };
+  const auto own = [&](BenchBuffer buffer) { return impl_->buffers.emplace_back(std::move(buffer)).as<void>(); };
+  const float* scale = static_cast<const float*>(own(BenchBuffer::normal_f32(1, 0.01)));
+  const auto random = [&](int64_t count) { return static_cast<bf16*>(own(BenchBuffer::normal_bf16(count))); };
+  const auto operand = [&](GemmType type, int64_t count) -> GemmOperand {
+    if (type == GemmType::e4m3) return {static_cast<const e4m3*>(own(BenchBuffer::normal_e4m3(count))), scale};
+    if (type == GemmType::e5m2) return {static_cast<const e5m2*>(own(BenchBuffer::normal_e5m2(count))), scale};
+    return random(count);
+  };
   const bf16* bias = epilogue_has_bias(key.epilogue) ? random(key.n) : nullptr;
   for (int64_t i = 0; i < sets; ++i) {
     GemmCuda set{.d = nullptr,
-                 .a = random(key.m * key.k * batch),
-                 .b = random(key.n * key.k * batch),
+                 .a = operand(key.type_a, key.m * key.k * batch),
+                 .b = operand(key.type_b, key.n * key.k * batch),
                  .M = key.m,
                  .N = key.n,
                  .K = key.k,
@@ -166,7 +205,8 @@ GemmOperands::GemmOperands(const GemmKey& key) : impl_(std::make_unique<Impl>())
                  .stride_a = key.stride_a,
                  .stride_b = key.stride_b,
                  .stride_c = key.stride_c,
-                 .stride_d = key.stride_d};
+                 .stride_d = key.stride_d,
+                 .accumulation = key.accumulation};
     if (key.float_out) {
       set.d = impl_->buffers.emplace_back(BenchBuffer::normal_f32(d_count)).as<float>();
     } else {
@@ -216,16 +256,22 @@ void tune_gemms(const std::vector<GemmKey>& products, const CudaExec& exec, std:
     const Candidate& best =
         *std::min_element(candidates.begin(), candidates.end(), [](const Candidate& x, const Candidate& y) { return x.ms < y.ms; });
     const GemmAlgorithm algorithm = describe_algorithm(best.algo);
-    char line[512];
+    char fp8[128] = "";
+    if (is_fp8(key.type_a)) {
+      std::snprintf(fp8, sizeof fp8, ".type_a = GemmType::%s, .type_b = GemmType::%s, .accumulation = Accumulation::%s, ",
+                    type_name(key.type_a), type_name(key.type_b), key.accumulation == Accumulation::fast ? "fast" : "accurate");
+    }
+    char line[640];
     std::snprintf(
         line, sizeof line,
         "    {.compute_capability = %d, .m = %lld, .n = %lld, .k = %lld, .transpose_a = %s, .transpose_b = %s, .float_out = %s, "
-        ".accumulate = %s, .epilogue = Epilogue::%s, .batch = %d, .algorithm = {.id = %d, .tile = %u, .stages = %u, .swizzle = %u, "
+        ".accumulate = %s, .epilogue = Epilogue::%s, .batch = %d, %s"
+        ".algorithm = {.id = %d, .tile = %u, .stages = %u, .swizzle = %u, "
         ".custom = %u, .inner_shape = %u, .cluster_shape = %u, .split_k = %d}},  // %.4f ms, %.0f TFLOP/s; heuristic %.4f ms; best "
         "of %zu\n",
         exec.compute_capability, static_cast<long long>(key.m), static_cast<long long>(key.n), static_cast<long long>(key.k),
         text(key.transpose_a), text(key.transpose_b), text(key.float_out), text(key.accumulate), epilogue_name(key.epilogue),
-        key.batch, algorithm.id, algorithm.tile, algorithm.stages, algorithm.swizzle, algorithm.custom, algorithm.inner_shape,
+        key.batch, fp8, algorithm.id, algorithm.tile, algorithm.stages, algorithm.swizzle, algorithm.custom, algorithm.inner_shape,
         algorithm.cluster_shape, algorithm.split_k, best.ms, gemm_flops(key) / (best.ms * 1e-3) * 1e-12, heuristic_ms, tried);
     out << line << std::flush;
   }

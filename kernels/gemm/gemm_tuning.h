@@ -23,6 +23,8 @@ struct GemmTuning {
   bool transpose_a = false, transpose_b = false, float_out = false, accumulate = false;  // accumulate: beta is not 0
   Epilogue epilogue = Epilogue::none;
   int batch = 1;
+  GemmType type_a = GemmType::bf16, type_b = GemmType::bf16;
+  Accumulation accumulation = Accumulation::accurate;
   GemmAlgorithm algorithm;
 };
 

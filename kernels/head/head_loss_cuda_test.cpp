@@ -17,17 +17,22 @@ struct Config {
   bool gradients = true, bias = true;
   double logit_deviation = 3;
   double softcap_value = 15;
+  int loss_terms = 0;  // 0: plain cross-entropy
+  bool prefix = false;
+  int64_t row_tokens = 0;
 };
 
 std::string name(const Config& c) {
   return "N = " + std::to_string(c.N) + ", chunk = " + std::to_string(c.chunk) + ", C = " + std::to_string(c.C) +
          ", V = " + std::to_string(c.V) + ", soft-cap " + std::to_string(static_cast<int>(c.softcap)) +
-         (c.gradients ? ", gradients" : "") + (c.bias ? ", bias" : "");
+         (c.gradients ? ", gradients" : "") + (c.bias ? ", bias" : "") +
+         (c.loss_terms > 0 ? ", " + std::to_string(c.loss_terms) + " terms, rows of " + std::to_string(c.row_tokens) : "") +
+         (c.prefix ? ", prefix" : "");
 }
 
 struct Data {
   std::vector<bf16> inp, weight, bias;
-  std::vector<int32_t> targets;
+  std::vector<int32_t> targets, prefix;
   std::vector<float> dweight, dbias, grad_scale;
 };
 
@@ -36,13 +41,20 @@ Data make_data(const Config& c, Random& random) {
             .weight = random.normal_vector<bf16>(int64_t{c.V} * c.C, c.logit_deviation / std::sqrt(c.C)),
             .bias = random.normal_vector<bf16>(c.V),
             .targets = random.index_vector(c.N, c.V),
+            .prefix = random.index_vector(c.V, c.V),
             .dweight = random.normal_vector<float>(int64_t{c.V} * c.C, 0.1),
             .dbias = random.normal_vector<float>(c.V, 0.1),
             .grad_scale = {0.37f}};
   data.targets.front() = 0;
   data.targets.back() = c.V - 1;
+  for (int v = 1; v < c.V; v += 3) data.prefix[v] = -1;
+  data.prefix[0] = 0;  // a target's own prefix
   return data;
 }
+
+template <class T>
+constexpr LossWeights<T> kWeights{.next = {1, static_cast<Acc<T>>(0.4f), static_cast<Acc<T>>(0.15f)},
+                                  .prefix = static_cast<Acc<T>>(0.2f)};
 
 template <class T>
 struct Result {
@@ -67,6 +79,10 @@ Result<T> reference(const Config& c, const Data& data, const HostExec& exec) {
                         .weight = weight.data(),
                         .bias = c.bias ? bias.data() : nullptr,
                         .targets = data.targets.data(),
+                        .loss_weights = c.loss_terms > 0 ? &kWeights<T> : nullptr,
+                        .loss_terms = c.loss_terms,
+                        .prefix = c.prefix ? data.prefix.data() : nullptr,
+                        .row_tokens = c.row_tokens,
                         .grad_scale = &scale,
                         .logits = logits.data(),
                         .scratch = scratch.data(),
@@ -99,7 +115,8 @@ class HeadLossCudaTest : public testing::CudaTest {
  protected:
   DeviceResult run(const Config& c, const Data& data, bool with_logits) {
     const auto inp = uploaded("inp", data.inp), weight = uploaded("weight", data.weight), bias = uploaded("bias", data.bias);
-    const auto targets = uploaded("targets", data.targets);
+    const auto targets = uploaded("targets", data.targets), prefix = uploaded("prefix", data.prefix);
+    const auto loss_weights = uploaded("loss weights", std::vector<LossWeights<bf16>>{kWeights<bf16>});
     const auto grad_scale = uploaded("grad_scale", data.grad_scale), dweight = uploaded("dweight", data.dweight),
                dbias = uploaded("dbias", data.dbias), loss = poisoned<float>("loss", c.N),
                scratch = poisoned<float>("scratch", bias_grad_scratch(c.chunk, c.V));
@@ -112,6 +129,10 @@ class HeadLossCudaTest : public testing::CudaTest {
                .weight = weight.get(),
                .bias = c.bias ? bias.get() : nullptr,
                .targets = targets.get(),
+               .loss_weights = c.loss_terms > 0 ? loss_weights.get() : nullptr,
+               .loss_terms = c.loss_terms,
+               .prefix = c.prefix ? prefix.get() : nullptr,
+               .row_tokens = c.row_tokens,
                .grad_scale = grad_scale.get(),
                .logits = chunk_logits.get(),
                .scratch = scratch.get(),
@@ -173,6 +194,38 @@ TEST_F(HeadLossCudaTest, EverySoftcapWithAndWithoutGradientsAndBias) {
   }
 }
 
+// Borders of chunks inside of rows; with 16 columns targets and prefixes coincide.
+TEST_F(HeadLossCudaTest, SeveralTerms) {
+  for (const int V : {16, 1000}) {
+    for (const Softcap softcap : {Softcap::none, Softcap::rational, Softcap::sigmoid}) {
+      for (const int loss_terms : {1, 2, 3}) {
+        for (const bool prefix : {false, true}) {
+          check({.N = 42,
+                 .chunk = 16,
+                 .C = 72,
+                 .V = V,
+                 .softcap = softcap,
+                 .loss_terms = loss_terms,
+                 .prefix = prefix,
+                 .row_tokens = 14});
+        }
+      }
+    }
+  }
+  check({.N = 42,
+         .chunk = 64,
+         .C = 24,
+         .V = 264,
+         .softcap = Softcap::sigmoid,
+         .gradients = false,
+         .loss_terms = 3,
+         .prefix = true,
+         .row_tokens = 21});
+  for (const int64_t row_tokens : {1, 2, 42})
+    check({.N = 42, .chunk = 5, .C = 24, .V = 264, .loss_terms = 3, .prefix = true, .row_tokens = row_tokens});
+  check({.N = 6, .chunk = 4, .C = 8, .V = 524288, .loss_terms = 3, .prefix = true, .row_tokens = 3});  // beyond shared memory
+}
+
 // Rows shorter than a block's 512 vectors, exactly as long, one vector more, and a batch of loads more.
 TEST_F(HeadLossCudaTest, RowLengths) {
   for (const int V : {8, 16, 4088, 4096, 4104, 16384, 16392, 50304})
@@ -190,6 +243,15 @@ TEST_F(HeadLossCudaTest, ChunkLargerThanTheTokens) { check({.N = 11, .chunk = 64
 TEST_F(HeadLossCudaTest, ProductionWidths) {
   check({.N = 96, .chunk = 64, .C = 768, .V = 50304, .softcap = Softcap::rational});
   check({.N = 64, .chunk = 64, .C = 768, .V = 50304, .softcap = Softcap::none});
+  check({.N = 96,
+         .chunk = 64,
+         .C = 768,
+         .V = 50304,
+         .softcap = Softcap::sigmoid,
+         .bias = false,
+         .loss_terms = 3,
+         .prefix = true,
+         .row_tokens = 48});
 }
 
 // Logits of hundreds: exp of them overflows without the maximum, and a cap's derivative vanishes.
@@ -202,11 +264,15 @@ TEST_F(HeadLossCudaTest, LargeLogits) {
 
 TEST_F(HeadLossCudaTest, NanReachesTheLoss) {
   Random random = testing::test_random();
-  const Config c{.N = 4, .chunk = 4, .C = 16, .V = 64};
-  Data data = make_data(c, random);
-  data.inp[static_cast<size_t>(c.C)] = bf16(std::nanf(""));  // token 1
-  const DeviceResult got = run(c, data, false);
-  for (size_t t = 0; t < got.loss.size(); ++t) EXPECT_EQ(std::isnan(got.loss[t]), t == 1) << "token " << t;
+  for (const Softcap softcap : {Softcap::none, Softcap::rational, Softcap::sigmoid}) {
+    const Config c{.N = 4, .chunk = 4, .C = 16, .V = 64, .softcap = softcap};
+    Data data = make_data(c, random);
+    data.inp[static_cast<size_t>(c.C)] = bf16(std::nanf(""));  // token 1
+    const DeviceResult got = run(c, data, false);
+    for (size_t t = 0; t < got.loss.size(); ++t) EXPECT_EQ(std::isnan(got.loss[t]), t == 1) << "token " << t;
+    for (size_t i = 0; i < got.dinp.size(); ++i)
+      EXPECT_EQ(std::isnan(static_cast<float>(got.dinp[i])), i / c.C == 1) << "dinp " << i;
+  }
 }
 
 // Logits of a whole micro-batch in one chunk: 2.5 · 10⁹ elements, beyond 32-bit indices. Sampled tokens against the reference; the

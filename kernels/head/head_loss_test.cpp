@@ -1,7 +1,6 @@
 #include "kernels/head/head_loss.h"
 
-#include "kernels/linear/linear.h"
-#include "kernels/testing/gradient_check.h"
+#include "kernels/head/head_problem_test.h"
 #include "kernels/testing/host_check.h"
 
 namespace speedrun::kernels {
@@ -9,64 +8,11 @@ namespace {
 
 using namespace speedrun::testing;
 
-constexpr Softcap kSoftcaps[] = {Softcap::none, Softcap::rational, Softcap::sigmoid};
-
-template <class T>
-struct Problem {
-  int64_t N, chunk;
-  int C, V;
-  Softcap softcap;
-  double softcap_value = 3;
-  bool with_bias;
-  std::vector<int32_t> targets;
-  std::vector<T> inp, weight, bias, grad_scale{static_cast<T>(0.7)};
-  std::vector<T> loss, dinp, dweight, dbias, logits, scratch;
-
-  Problem(int64_t tokens, int64_t tokens_at_once, int channels, int vocabulary, Softcap cap, bool bias_on, Random& random)
-      : N(tokens),
-        chunk(tokens_at_once),
-        C(channels),
-        V(vocabulary),
-        softcap(cap),
-        with_bias(bias_on),
-        targets(random.index_vector(N, V)),
-        inp(random.normal_vector<T>(N * C)),
-        weight(random.normal_vector<T>(int64_t{V} * C)),
-        bias(random.normal_vector<T>(V)),
-        loss(poisoned<T>(N)),
-        dinp(poisoned<T>(N * C)),
-        dweight(random.normal_vector<T>(int64_t{V} * C)),
-        dbias(random.normal_vector<T>(V)),
-        logits(poisoned<T>(chunk * V)),
-        scratch(poisoned<T>(bias_grad_scratch(chunk, V))) {}
-
-  void run(const HostExec& exec, bool gradients) {
-    head_loss(
-        HeadLoss<T>{loss.data(), gradients ? dinp.data() : nullptr, gradients ? dweight.data() : nullptr,
-                    gradients && with_bias ? dbias.data() : nullptr, inp.data(), weight.data(), with_bias ? bias.data() : nullptr,
-                    targets.data(), grad_scale.data(), logits.data(), scratch.data(), N, chunk, C, V, softcap, softcap_value},
-        exec);
-  }
-  std::vector<T> capped_logits(const HostExec& exec) {
-    std::vector<T> capped = poisoned<T>(N * V);
-    head_logits(
-        HeadLogits<T>{capped.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, V, softcap, softcap_value},
-        exec);
-    return capped;
-  }
-};
-
-double cap(double x, Softcap kind, double c) {
-  if (kind == Softcap::rational) return c * x / std::sqrt(x * x + c * c);
-  if (kind == Softcap::sigmoid) return 23 / (1 + std::exp(-(x + 5) / 7.5));
-  return x;
-}
-
 TEST(HeadLoss, EqualsTheFormula) {
   Random random = test_random();
   for (const Softcap softcap : kSoftcaps) {
     for (const bool with_bias : {true, false}) {
-      Problem<double> p(10, 4, 6, 23, softcap, with_bias, random);
+      HeadProblem<double> p(10, 4, 6, 23, softcap, with_bias, random);
       p.run(HostExec{}, false);
       const std::vector<double> capped = p.capped_logits(HostExec{});
       for (int64_t t = 0; t < p.N; ++t) {
@@ -90,7 +36,7 @@ TEST(HeadLoss, GradientsEqualFiniteDifferences) {
   for (const Softcap softcap : kSoftcaps) {
     for (const bool with_bias : {true, false}) {
       for (const int64_t chunk : {1, 4, 9, 20}) {  // of 9 tokens: divides, does not, all, more
-        Problem<double> p(9, chunk, 7, 19, softcap, with_bias, random);
+        HeadProblem<double> p(9, chunk, 7, 19, softcap, with_bias, random);
         const std::vector<double> dweight = p.dweight, dbias = p.dbias;
         p.run(HostExec{}, true);
         const std::vector<double> weight_gradient = added(p.dweight, dweight), bias_gradient = added(p.dbias, dbias), dinp = p.dinp;
@@ -113,10 +59,10 @@ TEST(HeadLoss, GradientsEqualFiniteDifferences) {
 
 TEST(HeadLoss, LossIsTheSameWithGradientsAndForAnyChunk) {
   Random random = test_random();
-  Problem<float> start(21, 21, 8, 100, Softcap::rational, true, random);
+  HeadProblem<float> start(21, 21, 8, 100, Softcap::rational, true, random);
   start.run(HostExec{}, true);
   for (const int64_t chunk : {1, 5, 8}) {
-    Problem<float> p = start;
+    HeadProblem<float> p = start;
     p.chunk = chunk;
     p.run(HostExec{}, false);
     EXPECT_TRUE(same_bits(p.loss, start.loss)) << "chunk " << chunk;
@@ -125,7 +71,7 @@ TEST(HeadLoss, LossIsTheSameWithGradientsAndForAnyChunk) {
 
 TEST(HeadLoss, ZeroWeightsGiveLogV) {
   Random random = test_random();
-  Problem<float> p(5, 5, 8, 64, Softcap::rational, false, random);
+  HeadProblem<float> p(5, 5, 8, 64, Softcap::rational, false, random);
   std::fill(p.weight.begin(), p.weight.end(), 0.0f);
   p.run(HostExec{}, true);
   for (const float loss : p.loss) EXPECT_NEAR(loss, std::log(64.0), 1e-6);
@@ -135,7 +81,7 @@ TEST(HeadLoss, ZeroWeightsGiveLogV) {
 TEST(HeadLoss, LargeLogitsDoNotOverflow) {
   Random random = test_random();
   for (const Softcap softcap : kSoftcaps) {
-    Problem<float> p(6, 6, 8, 40, softcap, true, random);
+    HeadProblem<float> p(6, 6, 8, 40, softcap, true, random);
     for (float& w : p.weight) w *= 1e4f;
     p.run(HostExec{}, true);
     for (const float x : p.loss) EXPECT_TRUE(std::isfinite(x));
@@ -146,7 +92,7 @@ TEST(HeadLoss, LargeLogitsDoNotOverflow) {
 TEST(HeadLoss, NanReachesTheLoss) {
   Random random = test_random();
   for (const Softcap softcap : kSoftcaps) {
-    Problem<float> p(3, 3, 8, 40, softcap, true, random);
+    HeadProblem<float> p(3, 3, 8, 40, softcap, true, random);
     p.inp[8 + 2] = std::nanf("");
     p.run(HostExec{}, true);
     EXPECT_TRUE(std::isfinite(p.loss[0]));
@@ -157,9 +103,9 @@ TEST(HeadLoss, NanReachesTheLoss) {
 
 TEST(HeadLoss, SameBitsForAnyNumberOfThreads) {
   Random random = test_random();
-  const Problem<float> start(200, 90, 24, 150, Softcap::sigmoid, true, random);
+  const HeadProblem<float> start(200, 90, 24, 150, Softcap::sigmoid, true, random);
   check_thread_counts([&](const HostExec& exec) {
-    Problem<float> p = start;
+    HeadProblem<float> p = start;
     p.run(exec, true);
     return Outputs{p.loss, p.dinp, p.dweight, p.dbias, p.capped_logits(exec)};
   });
@@ -167,7 +113,7 @@ TEST(HeadLoss, SameBitsForAnyNumberOfThreads) {
 
 TEST(HeadLoss, RoundsLogitsAndGradients) {
   Random random = test_random();
-  Problem<float> exact(30, 30, 16, 64, Softcap::rational, true, random), rounded = exact;
+  HeadProblem<float> exact(30, 30, 16, 64, Softcap::rational, true, random), rounded = exact;
   exact.run(HostExec{}, true);
   rounded.run(HostExec{.round_bf16 = true}, true);
   check_rounded(rounded.dinp, exact.dinp);

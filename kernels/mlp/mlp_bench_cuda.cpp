@@ -6,7 +6,7 @@
 
 namespace speedrun::kernels {
 
-// GPT-2 124M's MLP with biases, both activations.
+// GPT-2 124M's MLP with biases, both activations; then the Main Track's.
 void bench_mlp(const BenchOptions& options, std::ostream& out) {
   constexpr int64_t kN = 32768;
   constexpr int kC = 768, kF = 3072;
@@ -58,6 +58,7 @@ void bench_mlp(const BenchOptions& options, std::ostream& out) {
                  {.name = "backward", .run = [&] { mlp_backward(backward, exec); }, .flops = 2 * flops}},
                 exec, options.seconds, out);
   }
+  bench_relu2_mlp(options, out);
 }
 
 }  // namespace speedrun::kernels

@@ -13,28 +13,29 @@ template <class T>
 struct Work {
   const Muon<T>& args;
   const MuonMatrix<T>& matrix;
-  T* x;      // (m, n)
-  T* next;   // (m, n)
-  T* gram;   // (m, m) A = XXᵀ
-  T* cubic;  // (m, m) B = bA + cA²
-  Acc<T>* norm_parts;
+  T* x;          // (m, n)
+  T* next;       // (m, n)
+  T* gram;       // (m, m) A = XXᵀ
+  T* cubic;      // (m, m) B = bA + cA²
+  Acc<T>* sums;  // (muon_sums)
   HostExec exec;
 
-  bool transposed() const { return args.rows > args.cols; }
+  bool transposed() const { return muon_transposes(args.form, args.rows, args.cols); }
   int64_t m() const { return std::min(args.rows, args.cols); }
   int64_t n() const { return std::max(args.rows, args.cols); }
   // Where element (row, col) of the parameter is in x.
   int64_t place(int64_t row, int64_t col) const { return transposed() ? col * n() + row : row * n() + col; }
 };
 
-constexpr int64_t kRows = 16;  // rows of one task of the element-wise passes
+constexpr int64_t kRows = 16;        // rows of one task of the element-wise passes
+constexpr double kSmallest = 1e-10;  // normuon: bound below v and N'
 
 // M <- μM + (1−μ)G;  x = T(U)
 template <class T>
 void momentum(const Work<T>& w) {
   using A = Acc<T>;
   const Muon<T>& a = w.args;
-  const A mu = static_cast<A>(a.step->momentum), rest = 1 - mu, scale = static_cast<A>(a.verdict->grad_scale);
+  const A mu = static_cast<A>(w.matrix.step->momentum), rest = 1 - mu, scale = static_cast<A>(a.verdict->grad_scale);
   parallel_ranges(w.exec, a.rows, kRows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t col = 0; col < a.cols; ++col) {
@@ -56,10 +57,10 @@ void normalize(const Work<T>& w) {
   parallel(w.exec, kMuonNormParts, [&](int64_t part) {
     A sum = 0;
     for (int64_t i = part * part_size; i < std::min(size, (part + 1) * part_size); ++i) sum += w.x[i] * w.x[i];
-    w.norm_parts[part] = sum;
+    w.sums[part] = sum;
   });
   A squares = 0;
-  for (int part = 0; part < kMuonNormParts; ++part) squares += w.norm_parts[part];
+  for (int part = 0; part < kMuonNormParts; ++part) squares += w.sums[part];
   const A denominator = static_cast<A>(w.args.norm_margin) * std::sqrt(squares) + static_cast<A>(w.args.eps);
   const A factor = denominator > 0 ? 1 / denominator : A{0};
   parallel_ranges(w.exec, w.m(), kRows, [&](int64_t begin, int64_t end) {
@@ -102,18 +103,68 @@ void newton_schulz(Work<T>& w) {
   }
 }
 
-// W <- W − decay·W;  W <- W − lr·√max(1, rows/cols)·X
+// Columns of x in tiles: v <- β2·v + (1−β2)·mean(x²); sums <- Σ x² of each tile, then Σ (x·r)² of each.
+template <class T>
+void statistics(const Work<T>& w) {
+  using A = Acc<T>;
+  const A beta2 = static_cast<A>(w.args.beta2), rest = static_cast<A>(1 - w.args.beta2);
+  const int64_t tiles = muon_stat_tiles(w.args.rows, w.args.cols);
+  parallel(w.exec, tiles, [&](int64_t tile) {
+    const int64_t begin = tile * kMuonStatColumns, count = std::min<int64_t>(kMuonStatColumns, w.n() - begin);
+    A squares[kMuonStatColumns] = {};
+    for (int64_t row = 0; row < w.m(); ++row) {
+      const T* x = w.x + row * w.n() + begin;
+      for (int64_t j = 0; j < count; ++j) squares[j] += x[j] * x[j];
+    }
+    A sum = 0, scaled = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      A& v = w.matrix.second[begin + j];
+      v = beta2 * v + rest * (squares[j] / static_cast<A>(w.m()));
+      sum += squares[j];
+      scaled += squares[j] / std::max(v, static_cast<A>(kSmallest));
+    }
+    w.sums[tile] = sum;
+    w.sums[tiles + tile] = scaled;
+  });
+}
+
+// normuon: N / max(N', 1e-10), what r is multiplied by to keep the Frobenius norm
+template <class T>
+Acc<T> norm_ratio(const Work<T>& w) {
+  using A = Acc<T>;
+  const int64_t tiles = muon_stat_tiles(w.args.rows, w.args.cols);
+  A squares = 0, scaled = 0;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    squares += w.sums[tile];
+    scaled += w.sums[tiles + tile];
+  }
+  return std::sqrt(squares) / std::max(std::sqrt(scaled), static_cast<A>(kSmallest));
+}
+
+// muon: W <- W − decay·W;  W <- W − lr·s·X.   normuon: V = X·scale of its column;  W <- W − [V·W >= 0]·decay·s·W − lr·s·V
 template <class T>
 void apply(const Work<T>& w) {
   using A = Acc<T>;
   const Muon<T>& a = w.args;
-  const A decay = static_cast<A>(a.step->decay);
-  const A step_size = static_cast<A>(a.step->lr) * std::sqrt(std::max(A{1}, static_cast<A>(a.rows) / static_cast<A>(a.cols)));
+  const bool normuon = a.form == MuonForm::normuon;
+  const A aspect = std::sqrt(std::max(A{1}, static_cast<A>(a.rows) / static_cast<A>(a.cols)));
+  const A decay = w.matrix.decays ? static_cast<A>(w.matrix.step->decay) * (normuon ? aspect : A{1}) : A{0};
+  const A step_size = static_cast<A>(w.matrix.step->lr) * aspect;
+  const A ratio = normuon ? norm_ratio(w) : A{1};
   parallel_ranges(w.exec, a.rows, kRows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       T* weight = w.matrix.weight.value + row * a.cols;
-      for (int64_t col = 0; col < a.cols; ++col)
-        weight[col] = (weight[col] - decay * weight[col]) - step_size * w.x[w.place(row, col)];
+      for (int64_t col = 0; col < a.cols; ++col) {
+        const T x = w.x[w.place(row, col)];
+        if (!normuon) {
+          weight[col] = (weight[col] - decay * weight[col]) - step_size * x;
+          continue;
+        }
+        const A v = w.matrix.second[w.transposed() ? row : col];
+        const A value = x * w.exec.store(ratio / std::sqrt(std::max(v, static_cast<A>(kSmallest))));
+        const A decayed = value * weight[col] >= 0 ? weight[col] - decay * weight[col] : weight[col];
+        weight[col] = decayed - step_size * value;
+      }
       if (w.matrix.weight.split == MasterSplit::none) round_stored(weight, a.cols, w.exec);
     }
   });
@@ -124,6 +175,7 @@ void update(Work<T> w) {
   momentum(w);
   normalize(w);
   newton_schulz(w);
+  if (w.args.form == MuonForm::normuon) statistics(w);
   apply(w);
 }
 
@@ -141,7 +193,7 @@ void muon_update(const Muon<T>& a, const HostExec& exec) {
                    .next = a.x + (a.batch + i) * size,
                    .gram = a.gram + i * smaller * smaller,
                    .cubic = a.gram + (a.batch + i) * smaller * smaller,
-                   .norm_parts = a.norms + i * kMuonNormParts,
+                   .sums = a.sums + i * muon_sums(a.rows, a.cols),
                    .exec = inner});
   };
   if (a.batch == 1) {

@@ -1,33 +1,15 @@
-#include <cmath>
+#include <algorithm>
 #include <vector>
 
 #include "kernels/base/column_sum.h"
 #include "kernels/gemm/affine_ref.h"
+#include "kernels/qkv/head_norm_ref.h"
 #include "kernels/qkv/qkv.h"
 
 namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kRows = 32;  // tokens of one task
-
-// x <- x / rms(x); returns 1/rms.
-template <class T>
-Acc<T> normalize(T* x, int D, double eps) {
-  Acc<T> squares = 0;
-  for (int d = 0; d < D; ++d) squares += x[d] * x[d];
-  const Acc<T> rstd = 1 / std::sqrt(squares / static_cast<T>(D) + static_cast<T>(eps));
-  for (int d = 0; d < D; ++d) x[d] *= rstd;
-  return rstd;
-}
-
-// dx <- gradient before the norm, from the gradient after it and the normalised values: rstd·(dx − x̂·mean(dx·x̂)).
-template <class T>
-void normalize_backward(T* dx, const T* normed, Acc<T> rstd, int D) {
-  Acc<T> dot = 0;
-  for (int d = 0; d < D; ++d) dot += dx[d] * normed[d];
-  const Acc<T> mean = dot / static_cast<T>(D);
-  for (int d = 0; d < D; ++d) dx[d] = rstd * (dx[d] - normed[d] * mean);
-}
 
 // Turns the pairs (i, i + D/2) by −θ_i, the header's convention; with sign −1 turns them back, which is also the transpose of the
 // rotation.
@@ -52,7 +34,7 @@ void qkv_forward(const QkvForward<T>& a, const HostExec& exec) {
       const int64_t angles = t % a.row_tokens * (D / 2);
       for (int head = 0; head < 2 * a.H; ++head) {  // q heads, then k heads
         T* x = a.qkv + t * 3 * a.C + int64_t{head} * D;
-        if (a.qk_rstd != nullptr) a.qk_rstd[t * 2 * a.H + head] = normalize(x, D, a.eps);
+        if (a.qk_rstd != nullptr) a.qk_rstd[t * 2 * a.H + head] = normalize_head(x, D, a.eps);
         if (a.rotary_cos != nullptr) rotate(x, a.rotary_cos + angles, a.rotary_sin + angles, Acc<T>{1}, D);
         round_stored(x, D, exec);
       }
@@ -76,7 +58,7 @@ void qkv_backward(const QkvBackward<T>& a, const HostExec& exec) {
             rotate(dx, a.rotary_cos + angles, a.rotary_sin + angles, Acc<T>{-1}, D);
             rotate(normed.data(), a.rotary_cos + angles, a.rotary_sin + angles, Acc<T>{-1}, D);
           }
-          if (a.qk_rstd != nullptr) normalize_backward(dx, normed.data(), a.qk_rstd[t * 2 * a.H + head], D);
+          if (a.qk_rstd != nullptr) normalize_head_backward(dx, normed.data(), a.qk_rstd[t * 2 * a.H + head], D);
           round_stored(dx, D, exec);
         }
       }

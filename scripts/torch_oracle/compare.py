@@ -3,6 +3,8 @@
 
   compare.py grads  --ours OURS.safetensors --bf16 TORCH_BF16.safetensors --oracle TORCH_FP32.safetensors [--limit 1.5]
       relative error of every parameter's gradient against the FP32 oracle, ours and PyTorch's, and their ratio; fails above the limit
+  compare.py grads  --ours OURS.safetensors --oracle TORCH.safetensors [--max-error 1e-4]
+      relative error alone
   compare.py losses --ours metrics.jsonl --torch losses.jsonl [--max-mean 0.005] [--max-abs 1e-4] [--plot FILE.png] [--csv FILE.csv]
       two loss curves, step by step; fails above a limit that is given
 """
@@ -27,23 +29,30 @@ def relative_error(value, truth):
 
 
 def compare_grads(args):
-    ours, bf16, oracle = (tensor_file.load(path) for path in (args.ours, args.bf16, args.oracle))
-    missing = [name for name in oracle if name not in ours or name not in bf16]
+    ours, oracle = tensor_file.load(args.ours), tensor_file.load(args.oracle)
+    bf16 = tensor_file.load(args.bf16) if args.bf16 else None
+    missing = [name for name in oracle if name not in ours or (bf16 is not None and name not in bf16)]
     if missing:
         raise SystemExit(f"gradients missing in {args.ours} or {args.bf16}: {', '.join(missing)}")
-    print(f"{'parameter':28} {'norm':>11} {'ours':>11} {'torch bf16':>11} {'ratio':>7}")
+    print(f"{'parameter':28} {'norm':>11} {'ours':>11}" + (f" {'torch bf16':>11} {'ratio':>7}" if bf16 else ""))
+    limit = args.limit if bf16 else args.max_error
     failures, worst = [], 0.0
     for name, truth in oracle.items():
         if ours[name].shape != truth.shape:
             raise SystemExit(f"{args.ours}: {name} is {tuple(ours[name].shape)}, the oracle's is {tuple(truth.shape)}")
-        our_error, torch_error = relative_error(ours[name], truth), relative_error(bf16[name], truth)
-        ratio = our_error / torch_error if torch_error > 0 else (0.0 if our_error == 0 else math.inf)
-        worst = max(worst, ratio)
-        if not ratio <= args.limit:
+        our_error = measure = relative_error(ours[name], truth)
+        line = f"{name:28} {truth.norm().item():11.4e} {our_error:11.4e}"
+        if bf16:
+            torch_error = relative_error(bf16[name], truth)
+            measure = our_error / torch_error if torch_error > 0 else (0.0 if our_error == 0 else math.inf)
+            line += f" {torch_error:11.4e} {measure:7.3f}"
+        worst = max(worst, measure)
+        if not measure <= limit:
             failures.append(name)
-        mark = "  <-- above the limit" if name in failures else ""
-        print(f"{name:28} {truth.norm().item():11.4e} {our_error:11.4e} {torch_error:11.4e} {ratio:7.3f}{mark}")
-    print(f"{len(oracle)} parameters, worst ratio {worst:.3f}, limit {args.limit}: {f'{len(failures)} above it' if failures else 'all within it'}")
+            line += "  <-- above the limit"
+        print(line)
+    kind = "ratio" if bf16 else "error"
+    print(f"{len(oracle)} parameters, worst {kind} {worst:.3g}, limit {limit:g}: {f'{len(failures)} above it' if failures else 'all within it'}")
     return not failures
 
 
@@ -129,9 +138,10 @@ def main():
     modes = parser.add_subparsers(dest="mode", required=True)
     grads = modes.add_parser("grads")
     grads.add_argument("--ours", required=True)
-    grads.add_argument("--bf16", required=True)
+    grads.add_argument("--bf16", help="PyTorch's own BF16 gradients, whose error ours is measured by")
     grads.add_argument("--oracle", required=True)
-    grads.add_argument("--limit", type=float, default=1.5)
+    grads.add_argument("--limit", type=float, default=1.5, help="with --bf16: largest allowed ratio")
+    grads.add_argument("--max-error", type=float, default=1e-4, help="without: largest allowed relative error")
     losses = modes.add_parser("losses")
     losses.add_argument("--ours", required=True)
     losses.add_argument("--torch", required=True)

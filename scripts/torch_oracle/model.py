@@ -54,6 +54,20 @@ def parameter_table(model):
     return table
 
 
+def muon_matrices(_, name):
+    """How many matrices Muon sees in a parameter: q, k and v are stored below one another."""
+    return 3 if name.endswith("attn.qkv.weight") else 1
+
+
+def decays(_):
+    return True
+
+
+def keeps_master(_):
+    """Whatever the group's setting says."""
+    return False
+
+
 def init_parameters(model, seed):
     """Initial weights (FP32 values; the Optimization Track's embedding is rounded to BF16)."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,6 +15,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import compare  # noqa: E402
 import model as gpt  # noqa: E402
 import optim  # noqa: E402
+import schedule  # noqa: E402
 import shards  # noqa: E402
 import tensor_file  # noqa: E402
 
@@ -161,9 +162,9 @@ class OptimizerTest(unittest.TestCase):
     def test_schedule_of_the_track(self):
         config = make_config(TRACK, steps=3250)
         config["schedule"]["lr"]["cooldown_steps"] = 2275
-        self.assertEqual(optim.lr_factor(config, 975), 1)
-        self.assertAlmostEqual(optim.lr_factor(config, 2000), (1 - 2000 / 3250) / 0.7)
-        self.assertAlmostEqual(optim.lr_factor(config, 3249), 1 / 2275)
+        self.assertEqual(schedule.lr_factor(config, 975), 1)
+        self.assertAlmostEqual(schedule.lr_factor(config, 2000), (1 - 2000 / 3250) / 0.7)
+        self.assertAlmostEqual(schedule.lr_factor(config, 3249), 1 / 2275)
 
     def test_training_lowers_the_loss(self):
         for model in (GPT2, TRACK):

@@ -5,6 +5,7 @@
 #include "src/core/log.h"
 #include "src/train/data_setup.h"
 #include "src/train/evaluate.h"
+#include "src/train/generate.h"
 #include "src/train/multiple_choice.h"
 #include "src/train/saved_model.h"
 
@@ -19,18 +20,19 @@ int eval_command(int argc, char** argv) {
   Arguments arguments;
   if (!parse_arguments("eval", options, argc, argv, arguments)) return 0;
   Log log;
-  SavedModel model =
-      open_saved_model(only_argument("eval", arguments, "RUN or CHECKPOINT"), arguments.all("set"), SavedModelUse::evaluation, log);
+  const SavedModelUse use = arguments.has("multiple-choice") ? SavedModelUse::questions : SavedModelUse::evaluation;
+  SavedModel model = open_saved_model(only_argument("eval", arguments, "RUN or CHECKPOINT"), arguments.all("set"), use, log);
   if (arguments.has("multiple-choice")) {
-    const MultipleChoiceScore score = score_multiple_choice(*model.engine, row_tokens(model.config), model.config.model.vocab_size,
-                                                            arguments.flags["multiple-choice"].as<std::string>());
+    const MultipleChoiceScore score =
+        score_multiple_choice(*model.engine, generation_row_tokens(model.config), model.config.model.vocab_size,
+                              arguments.flags["multiple-choice"].as<std::string>());
     fmt::print("accuracy {:.4f} ({} of {})\n", static_cast<double>(score.correct) / static_cast<double>(score.questions),
                score.correct, score.questions);
     return 0;
   }
   const ValidationReader reader = make_validation_reader(model.config);
-  fmt::print("validation loss {:.6f} on {} tokens after {} steps\n", evaluate(*model.engine, reader), model.config.eval.tokens,
-             model.step);
+  fmt::print("validation loss {:.6f} on {} tokens after {} steps\n", evaluate(*model.engine, reader, model.step),
+             model.config.eval.tokens, model.step);
   return 0;
 }
 

@@ -14,9 +14,18 @@ enum class PositionKind { learned, rotary };
 enum class ActivationKind { gelu, relu2 };
 enum class SoftcapKind { none, rational, sigmoid };  // rational: c·z/√(z²+c²); sigmoid: 23·σ((z+5)/7.5)
 enum class InitKind { gpt2, zero_projections };      // zero_projections: the Optimization Track's
+// gpt: GPT-2 and the Optimization Track (src/model/gpt.h); main_track: modded-nanogpt record #89 (src/model/main_track.h)
+enum class Architecture { gpt, main_track };
 enum class ReaderKind { rows, documents };
-enum class ReductionKind { mean, sum };
-enum class OptimizerKind { adamw, muon };
+enum class ReductionKind { mean, sum, row_mean };  // row_mean: sum over a row's tokens, mean over the rows of the step
+// adam: the record's form (ε added to the uncorrected root, cautious decay by the square of the rate); normuon: Muon with
+// second-moment normalisation and cautious decay
+enum class OptimizerKind { adamw, muon, adam, normuon };
+enum class Precision { bf16, fp8 };
+// Where an FP8 scale comes from: fixed: a bound known beforehand; current: this tensor's own maximum (another pass over it);
+// delayed: the maximum of the step before, times a margin
+enum class ScalingKind { fixed, current, delayed };
+enum class MlpUpKernel { automatic, cublaslt, fused };
 enum class DecayShape { constant, linear, cosine, power };
 // How a BF16 weight and its FP32 master share 32 bits; none: the BF16 value is all.
 enum class MasterKind { nearest, truncated, none };
@@ -51,8 +60,37 @@ struct Config {
     int window_short = 0;  // tokens a query sees behind itself (it sees window + 1 keys); 0: no limit
     int window_long = 0;
     InitKind init = InitKind::gpt2;
+
+    // The Main Track's features (architecture main_track alone); each can be switched off by itself.
+    Architecture architecture = Architecture::gpt;
+    bool smear = false;             // a gated part of the previous token's embedding joins a token's
+    int smear_channels = 12;        // channels that the gate looks at
+    int64_t bigram_rows = 0;        // rows of the hashed bigram table; 0: none
+    int bigram_sign_rows = 0;       // rows of the fixed table of signs; 0: none
+    int value_gate_channels = 6;    // of the attention input and of the value embedding, each
+    bool x0_injection = false;      // gated x0 joins the stream in every attention sublayer
+    bool residual_lambdas = false;  // learned λ_resid, λ_post of every sublayer (else √1.1 and 1 stay)
+    bool weight_lambdas = false;    // learned scalars on the QKV and output weights (else 1)
+    bool mudd_gates = false;        // gates depend on the token; else they are learned constants
+    int mudd_gate_split = 4;        // layers before this one have their gates from x0, the others from the stream entering it
+    bool mudd = false;              // dynamic mixing in the last layer and after it
+    int mudd_early = 3;             // layer whose output the last mix may take
+    int mudd_late = 7;              // layer whose output value and residual mixes may take
+    int gate_hidden = 64;           // hidden width of the gate nets
+    int dc_window = 112;            // keys a query of DC attention sees, itself included
+    bool tied_until_split = false;  // head and embedding are one matrix until schedule.split_step
+    bool yarn = false;              // rotary frequencies and attention scale follow the long window
     struct Layer {
       WindowKind window = WindowKind::full;
+      bool attention = true;      // false: no attention sublayer
+      bool paired_heads = false;  // heads (h, h + H/2) interleaved along time
+      bool key_offset = false;    // non-rotating half of the keys one position forward
+      bool value_embedding = false;
+      bool xsa = false;     // attention output minus a part of its projection on the token's own value
+      bool gate = false;    // attention output times a gate per head
+      bool dc = false;      // lightweight DC attention
+      int input_from = -1;  // attention reads the stream after that layer; -1: its own
+      int skip_from = -1;   // gated skip from the stream after that layer; only without attention
       bool operator==(const Layer&) const = default;
     };
     std::map<int, Layer> layers;  // exceptions to the defaults, by layer index ("model.layers.2.window": "long")
@@ -97,6 +135,9 @@ struct Config {
     double dense_from = 0.9;    // fraction of the steps from which dense_every applies
     int64_t tokens = 10485760;  // predictions, from the start of the validation stream
     bool at_start = true;
+    int64_t row_tokens = 0;      // length of a validation row; 0: as in the first step. Documents are cut at row ends
+    int final_window_short = 0;  // windows of the last validation; 0: those of the last stage
+    int final_window_long = 0;
     bool operator==(const Eval&) const = default;
   } eval;
 
@@ -131,6 +172,9 @@ struct Config {
     // In the order of ParameterGroup. embedding: token table; position: position table; head: output matrix; matrix: hidden
     // matrices; vector: gains and biases
     Group embedding, position, head, matrix, vector;
+    // The Main Track's: down: MLP down matrices; scalar: λ_sa, λ_smear, λ_skip; mudd and mudd_gate: nets (their biases and scale
+    // never decay)
+    Group down, bigram, value_embedding, scalar, smear, value_gate, resid_lambda, post_lambda, mudd, mudd_gate;
     struct Muon {
       double momentum = 0.95;
       bool nesterov = true;
@@ -139,6 +183,7 @@ struct Config {
       std::vector<std::vector<double>> coefficients = {{3.4445, -4.7750, 2.0315}};
       double eps = 1e-7;  // X <- X / (‖X‖_F · norm_margin + eps)
       double norm_margin = 1.0;
+      double beta2 = 0.9;  // normuon: decay of the rows' (columns') mean squares
       bool operator==(const Muon&) const = default;
     } muon;
     bool operator==(const Optim&) const = default;
@@ -152,6 +197,7 @@ struct Config {
       DecayShape shape = DecayShape::constant;
       int cooldown_steps = 0;     // the last steps, in which the factor falls; 0: all after the warm-up
       double final_fraction = 0;  // the factor that the fall ends at: step `steps`, the first one not taken, would have it
+      int hold_steps = 0;         // the fall ends this many steps before the end; from there on the factor is final_fraction
       double power = 1;           // for shape power: the part above final_fraction falls as (remaining / cooldown)^power
       bool operator==(const LearningRate&) const = default;
     } lr;
@@ -162,8 +208,44 @@ struct Config {
       int cooldown_steps = 0;
       bool operator==(const Momentum&) const = default;
     } momentum;
+    // Stages one after the other; without any, train.batch_tokens, data.max_seq_len and model.window_* hold throughout. With
+    // stages their steps count: `steps` above is then 0, or their sum.
+    struct Stage {
+      int steps = 0;             // 0: the stage is left out
+      int64_t batch_tokens = 0;  // 0 (here and below): as without stages
+      int max_seq_len = 0;
+      int window_short = 0;
+      int window_long = 0;
+      double lr_multiplier = 1;
+      // Weights of the next, next but one, … token in the loss and of the prefix token: linear from start (the stage's first step)
+      // to end (the first step after the stage).
+      std::vector<double> mtp_start = {1}, mtp_end = {1};  // same length, at most 3
+      double prefix_start = 0, prefix_end = 0;
+      bool operator==(const Stage&) const = default;
+    };
+    std::map<int, Stage> stages;  // by index from 0, without gaps ("schedule.stages.1.steps")
+    int split_step = 0;           // model.tied_until_split: the last step with a tied update; 0: never split
     bool operator==(const Schedule&) const = default;
   } schedule;
+
+  // FP8 in training; validation runs in BF16.
+  struct Fp8 {
+    Precision mlp_up = Precision::bf16;                   // forward product
+    Precision mlp_down = Precision::bf16;                 // forward product
+    Precision head = Precision::bf16;                     // forward, dX and dW; scales fixed
+    ScalingKind mlp_up_scaling = ScalingKind::current;    // of the activation norm(x)
+    ScalingKind mlp_down_scaling = ScalingKind::delayed;  // of the activation relu(x)²
+    double mlp_up_bound = 28;                             // fixed scaling: largest |norm(x)|
+    double mlp_down_bound = 448;                          // fixed scaling: largest relu(x)²
+    double mlp_down_margin = 1.8;                         // delayed: scale = margin · maximum / 448
+    double down_weight_margin = 1.12;                     // delayed scale of the down weights
+    int down_weight_exact_steps = 16;  // first steps in which the down weights' scale is their current maximum, without margin
+    double head_inp_bound = 100, head_weight_bound = 1.6, head_grad_bound = 0.75;  // largest values; the last per grad_scale
+    bool force_unit_scales = false;                                                // every scale 1: shows that scales matter
+    double warn_saturated = 0;  // count values that saturate or are flushed to 0, warn above this fraction; 0: not counted
+    MlpUpKernel mlp_up_kernel = MlpUpKernel::automatic;
+    bool operator==(const Fp8&) const = default;
+  } fp8;
 
   bool operator==(const Config&) const = default;
 };

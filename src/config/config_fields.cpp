@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <set>
 
 namespace speedrun {
@@ -25,9 +27,17 @@ const Names enum_names<InitKind> = {"gpt2", "zero_projections"};
 template <>
 const Names enum_names<ReaderKind> = {"rows", "documents"};
 template <>
-const Names enum_names<ReductionKind> = {"mean", "sum"};
+const Names enum_names<ReductionKind> = {"mean", "sum", "row_mean"};
 template <>
-const Names enum_names<OptimizerKind> = {"adamw", "muon"};
+const Names enum_names<OptimizerKind> = {"adamw", "muon", "adam", "normuon"};
+template <>
+const Names enum_names<Architecture> = {"gpt", "main_track"};
+template <>
+const Names enum_names<Precision> = {"bf16", "fp8"};
+template <>
+const Names enum_names<ScalingKind> = {"fixed", "current", "delayed"};
+template <>
+const Names enum_names<MlpUpKernel> = {"auto", "cublaslt", "fused"};
 template <>
 const Names enum_names<DecayShape> = {"constant", "linear", "cosine", "power"};
 template <>
@@ -46,6 +56,7 @@ constexpr Range kPositive{0, kInfinity, true};
 constexpr Range kNotNegative{0, kInfinity};
 constexpr Range kFraction{0, 1};
 constexpr Range kSteps{0, kMaxCount};
+constexpr Range kTokensOrNone{0, kMaxCount};
 
 class Table {
  public:
@@ -54,6 +65,9 @@ class Table {
     fields_.push_back({key, &member, range, help});
   }
   void add(const std::string& key, bool& member, std::string_view help) { fields_.push_back({key, &member, {}, help}); }
+  void add(const std::string& key, NumberList& member, const Range& range, std::string_view help) {
+    fields_.push_back({key, &member, range, help});
+  }
   void add(const std::string& key, NumberRows& member, std::string_view help) { fields_.push_back({key, &member, {}, help}); }
   void add(const std::string& key, std::string& member, TextKind kind, std::string_view help) {
     fields_.push_back({key, TextMember{&member, kind}, {}, help});
@@ -71,6 +85,44 @@ class Table {
  private:
   std::vector<Field> fields_;
 };
+
+constexpr std::string_view kLayers = "model.layers.";
+constexpr std::string_view kStages = "schedule.stages.";
+
+std::vector<Field> layer_fields(Config::Model::Layer& c, int index) {
+  Table f;
+  const std::string at = std::string(kLayers) + std::to_string(index) + ".";
+  constexpr Range kLayer{-1, 1023};
+  f.add(at + "window", c.window, "which keys the layer's queries see");
+  f.add(at + "attention", c.attention, "the layer has an attention sublayer");
+  f.add(at + "paired_heads", c.paired_heads, "heads h and h + num_heads / 2 interleaved along time; windows count half tokens");
+  f.add(at + "key_offset", c.key_offset, "the half of the keys that does not rotate moves one position forward");
+  f.add(at + "value_embedding", c.value_embedding, "values get a gated embedding of their token");
+  f.add(at + "xsa", c.xsa, "attention output loses a part of what lies along the token's own value");
+  f.add(at + "gate", c.gate, "attention output of each head is gated");
+  f.add(at + "dc", c.dc, "adds an attention over few keys whose weights are mixed over heads");
+  f.add(at + "input_from", c.input_from, kLayer, "attention reads the stream that left this layer; -1: the one that enters");
+  f.add(at + "skip_from", c.skip_from, kLayer, "without attention: the stream that left this layer joins, gated; -1: none");
+  return f.take();
+}
+
+std::vector<Field> stage_fields(Config::Schedule::Stage& c, int index) {
+  Table f;
+  const std::string at = std::string(kStages) + std::to_string(index) + ".";
+  f.add(at + "steps", c.steps, kSteps, "training steps of the stage; 0: it is left out");
+  f.add(at + "batch_tokens", c.batch_tokens, Range{0, kMaxTokens}, "tokens of one step; 0: train.batch_tokens");
+  f.add(at + "max_seq_len", c.max_seq_len, Range{0, 1 << 24}, "longer documents are cut; 0: data.max_seq_len");
+  f.add(at + "window_short", c.window_short, kTokensOrNone, "short window; 0: model.window_short");
+  f.add(at + "window_long", c.window_long, kTokensOrNone, "long window; 0: model.window_long");
+  f.add(at + "lr_multiplier", c.lr_multiplier, kNotNegative, "factor of the learning rates before and while they fall");
+  f.add(at + "mtp_start", c.mtp_start, kNotNegative,
+        "loss weights of the next token, the one after it, …, in the stage's first step");
+  f.add(at + "mtp_end", c.mtp_end, kNotNegative, "the same in the first step behind the stage; linear in between");
+  f.add(at + "prefix_start", c.prefix_start, kNotNegative,
+        "loss weight of the token spelled by the longest prefix of the next one, in the stage's first step");
+  f.add(at + "prefix_end", c.prefix_end, kNotNegative, "the same in the first step behind the stage");
+  return f.take();
+}
 
 void add_model(Table& f, Config::Model& c) {
   f.add("model.vocab_size", c.vocab_size, Range{258, 65536},
@@ -96,11 +148,34 @@ void add_model(Table& f, Config::Model& c) {
   f.add("model.head_bias", c.head_bias, "bias of the head");
   f.add("model.softcap", c.softcap, "soft-cap of the logits; rational: c·z/√(z²+c²), sigmoid: 23·σ((z+5)/7.5)");
   f.add("model.softcap_value", c.softcap_value, kPositive, "c of the rational soft-cap");
-  f.add("model.window_short", c.window_short, Range{0, kMaxCount},
-        "tokens a query sees behind itself in a short-window layer; 0: all");
-  f.add("model.window_long", c.window_long, Range{0, kMaxCount}, "the same in a long-window layer; 0: all");
+  f.add("model.window_short", c.window_short, kTokensOrNone, "tokens a query sees behind itself in a short-window layer; 0: all");
+  f.add("model.window_long", c.window_long, kTokensOrNone, "the same in a long-window layer; 0: all");
   f.add("model.init", c.init, "initial weights; zero_projections: output projections and head start at 0");
-  for (auto& [index, layer] : c.layers) f.append(layer_fields(layer, std::to_string(index)));
+}
+
+// The rest of the model's keys: for architecture main_track alone.
+void add_main_track(Table& f, Config::Model& c) {
+  f.add("model.architecture", c.architecture, "gpt: GPT-2 and its relatives; main_track: the model of the Main Track's record #89");
+  f.add("model.smear", c.smear, "a gated part of the previous token's embedding joins a token's");
+  f.add("model.smear_channels", c.smear_channels, Range{1, 65536}, "channels of the embedding that the smear gate looks at");
+  f.add("model.bigram_rows", c.bigram_rows, Range{0, (1LL << 31) - 1}, "rows of the hashed bigram table; 0: none");
+  f.add("model.bigram_sign_rows", c.bigram_sign_rows, Range{0, kMaxCount}, "rows of the bigrams' fixed table of signs; 0: none");
+  f.add("model.value_gate_channels", c.value_gate_channels, Range{1, 65536},
+        "channels of the attention input, and as many of the value embedding, that a value gate looks at");
+  f.add("model.x0_injection", c.x0_injection, "the embedding, gated, joins the stream in every attention sublayer");
+  f.add("model.residual_lambdas", c.residual_lambdas, "learned factors of stream and sublayer; else √1.1 and 1");
+  f.add("model.weight_lambdas", c.weight_lambdas, "learned factors of the QKV and the output weights; else 1");
+  f.add("model.mudd_gates", c.mudd_gates, "gates are computed for each token; else they are learned constants");
+  f.add("model.mudd_gate_split", c.mudd_gate_split, Range{1, 1023},
+        "layers before this one take their gates from the embedding, the others from the stream that enters this layer");
+  f.add("model.mudd", c.mudd, "per-token mixing of earlier streams into the last layer and behind it");
+  f.add("model.mudd_early", c.mudd_early, Range{0, 1023}, "mudd: layer whose output joins behind the last one");
+  f.add("model.mudd_late", c.mudd_late, Range{0, 1023}, "mudd: layer whose output joins the last layer's values and stream");
+  f.add("model.gate_hidden", c.gate_hidden, Range{1, 65536}, "hidden channels of the nets behind mudd_gates and mudd");
+  f.add("model.dc_window", c.dc_window, Range{1, 256}, "keys that a query of DC attention sees, its own included");
+  f.add("model.tied_until_split", c.tied_until_split, "head and embedding are one matrix up to step schedule.split_step");
+  f.add("model.yarn", c.yarn, "rotary frequencies and attention scale follow the long window from stage to stage");
+  for (auto& [index, layer] : c.layers) f.append(layer_fields(layer, index));
 }
 
 void add_data(Table& f, Config::Data& c) {
@@ -118,7 +193,7 @@ void add_train(Table& f, Config::Train& c) {
   f.add("train.micro_batch_tokens", c.micro_batch_tokens, Range{0, kMaxTokens},
         "tokens of one forward and backward on one rank; 0: as many as memory allows");
   f.add("train.seq_len", c.seq_len, Range{1, 1 << 24}, "tokens of a row");
-  f.add("train.reduction", c.reduction, "loss of a step: mean or sum over its tokens");
+  f.add("train.reduction", c.reduction, "loss of a step: mean or sum over its tokens; row_mean: the mean of its rows' sums");
   f.add("train.grad_clip", c.grad_clip, kNotNegative, "largest L2 norm of the whole gradient; 0: off");
   f.add("train.seed", c.seed, kNotNegative, "seed of everything random");
   f.add("train.target_loss", c.target_loss, kPositive, "validation loss to reach, nats per token");
@@ -139,6 +214,10 @@ void add_eval(Table& f, Config::Eval& c) {
   f.add("eval.dense_from", c.dense_from, kFraction, "fraction of the steps after which eval.dense_every counts too");
   f.add("eval.tokens", c.tokens, Range{1, kMaxTokens}, "predictions of one validation, from the start of the validation stream");
   f.add("eval.at_start", c.at_start, "validate before the first step");
+  f.add("eval.row_tokens", c.row_tokens, Range{0, 1 << 24},
+        "length of a validation row; 0: that of the first step's rows. Documents are cut at row ends");
+  f.add("eval.final_window_short", c.final_window_short, kTokensOrNone, "short window of the last validation; 0: no change");
+  f.add("eval.final_window_long", c.final_window_long, kTokensOrNone, "long window of the last validation; 0: no change");
 }
 
 void add_checkpoint(Table& f, Config::Checkpoint& c) {
@@ -154,13 +233,14 @@ void add_run(Table& f, Config::Run& c) {
 
 void add_group(Table& f, const std::string& name, Config::Group& c) {
   const std::string at = "optim." + name + ".";
-  f.add(at + "optimizer", c.optimizer, "muon: hidden matrices only");
+  f.add(at + "optimizer", c.optimizer, "muon and normuon: hidden matrices only; adam: the Main Track's form");
   f.add(at + "lr", c.lr, kNotNegative, "peak learning rate");
   f.add(at + "lr_multiplier", c.lr_multiplier, kNotNegative, "factor of lr");
-  f.add(at + "beta1", c.beta1, Range{0, 0.999999999}, "AdamW: decay of the mean gradient");
-  f.add(at + "beta2", c.beta2, Range{0, 0.999999999}, "AdamW: decay of the mean square");
-  f.add(at + "eps", c.eps, kPositive, "AdamW: added to the root");
-  f.add(at + "weight_decay", c.weight_decay, kNotNegative, "decoupled weight decay, per unit of learning rate");
+  f.add(at + "beta1", c.beta1, Range{0, 0.999999999}, "Adam and AdamW: decay of the mean gradient");
+  f.add(at + "beta2", c.beta2, Range{0, 0.999999999}, "Adam and AdamW: decay of the mean square");
+  f.add(at + "eps", c.eps, kPositive, "Adam and AdamW: added to the root");
+  f.add(at + "weight_decay", c.weight_decay, kNotNegative,
+        "decoupled weight decay, per unit of learning rate; adam and normuon: of its square, and cautious");
   f.add(at + "weight_decay_multiplier", c.weight_decay_multiplier, kNotNegative, "factor of weight_decay");
   f.add(at + "every", c.every, Range{1, kMaxCount}, "update in every n-th step, with the gradients summed in between");
   f.add(at + "master", c.master, "how the BF16 weight and its FP32 master share 32 bits; none: BF16 alone");
@@ -173,6 +253,16 @@ void add_optim(Table& f, Config::Optim& c) {
   add_group(f, "head", c.head);
   add_group(f, "matrix", c.matrix);
   add_group(f, "vector", c.vector);
+  add_group(f, "down", c.down);
+  add_group(f, "bigram", c.bigram);
+  add_group(f, "value_embedding", c.value_embedding);
+  add_group(f, "scalar", c.scalar);
+  add_group(f, "smear", c.smear);
+  add_group(f, "value_gate", c.value_gate);
+  add_group(f, "resid_lambda", c.resid_lambda);
+  add_group(f, "post_lambda", c.post_lambda);
+  add_group(f, "mudd", c.mudd);
+  add_group(f, "mudd_gate", c.mudd_gate);
   f.add("optim.muon.momentum", c.muon.momentum, Range{0, 0.999999999}, "decay of the gradient average");
   f.add("optim.muon.nesterov", c.muon.nesterov, "Nesterov momentum");
   f.add("optim.muon.iterations", c.muon.iterations, Range{1, 100}, "Newton-Schulz iterations");
@@ -180,30 +270,58 @@ void add_optim(Table& f, Config::Optim& c) {
         "rows [a, b, c] of X <- aX + (bA + cA²)X with A = XXᵀ, one for each iteration; the last one repeats");
   f.add("optim.muon.eps", c.muon.eps, kPositive, "added to the norm that X is divided by");
   f.add("optim.muon.norm_margin", c.muon.norm_margin, kPositive, "factor of the norm that X is divided by");
+  f.add("optim.muon.beta2", c.muon.beta2, Range{0, 0.999999999}, "normuon: decay of the rows' (columns') mean squares");
 }
 
 void add_schedule(Table& f, Config::Schedule& c) {
-  f.add("schedule.steps", c.steps, kSteps, "training steps");
+  f.add("schedule.steps", c.steps, kSteps, "training steps; with stages: 0 or the sum of their steps");
   f.add("schedule.scale", c.scale, Range{0, 1e6, true}, "multiplies every step count of the schedule");
   f.add("schedule.lr.warmup_steps", c.lr.warmup_steps, kSteps, "learning-rate factor (s + 1) / warmup_steps in these first steps");
   f.add("schedule.lr.shape", c.lr.shape, "how the factor falls in the cool-down");
   f.add("schedule.lr.cooldown_steps", c.lr.cooldown_steps, kSteps,
         "last steps, in which the factor falls; 0: all after the warm-up");
   f.add("schedule.lr.final_fraction", c.lr.final_fraction, kFraction, "factor that the fall ends at, one step after the last");
+  f.add("schedule.lr.hold_steps", c.lr.hold_steps, kSteps, "last steps, which keep final_fraction: the fall ends before them");
   f.add("schedule.lr.power", c.lr.power, Range{0, 100, true}, "exponent of shape power");
   f.add("schedule.momentum.start", c.momentum.start, Range{0, 0.999999999}, "Muon's momentum in step 0 if there is a warm-up");
   f.add("schedule.momentum.warmup_steps", c.momentum.warmup_steps, kSteps, "steps from start to optim.muon.momentum; 0: none");
   f.add("schedule.momentum.final", c.momentum.final, Range{0, 0.999999999}, "Muon's momentum that a cool-down ends at");
   f.add("schedule.momentum.cooldown_steps", c.momentum.cooldown_steps, kSteps,
         "last steps, from optim.muon.momentum to final; 0: none");
+  for (auto& [index, stage] : c.stages) f.append(stage_fields(stage, index));
+  f.add("schedule.split_step", c.split_step, kSteps, "model.tied_until_split: last step of the tied matrix; 0: tied to the end");
 }
 
-constexpr std::string_view kLayers = "model.layers.";
+void add_fp8(Table& f, Config::Fp8& c) {
+  f.add("fp8.mlp_up", c.mlp_up, "the MLP's first product, forward");
+  f.add("fp8.mlp_down", c.mlp_down, "the MLP's second product, forward");
+  f.add("fp8.head", c.head, "the head's products, forward and backward");
+  f.add("fp8.mlp_up_scaling", c.mlp_up_scaling,
+        "scale of norm(x); fixed: from a bound, current: from its own maximum, delayed: from that of the step before");
+  f.add("fp8.mlp_down_scaling", c.mlp_down_scaling, "the same of relu(x)²");
+  f.add("fp8.mlp_up_bound", c.mlp_up_bound, kPositive, "fixed: largest |norm(x)|");
+  f.add("fp8.mlp_down_bound", c.mlp_down_bound, kPositive, "fixed: largest relu(x)²");
+  f.add("fp8.mlp_down_margin", c.mlp_down_margin, kPositive, "delayed: largest value expected, in units of the last maximum");
+  f.add("fp8.down_weight_margin", c.down_weight_margin, kPositive, "the same for the down weights");
+  f.add("fp8.down_weight_exact_steps", c.down_weight_exact_steps, kSteps,
+        "first steps, in which the down weights' scale comes from their current maximum");
+  f.add("fp8.head_inp_bound", c.head_inp_bound, kPositive, "largest |x| that enters the head");
+  f.add("fp8.head_weight_bound", c.head_weight_bound, kPositive, "largest |weight| of the head");
+  f.add("fp8.head_grad_bound", c.head_grad_bound, kPositive, "448 / 57344 of the largest |gradient of a logit|");
+  f.add("fp8.force_unit_scales", c.force_unit_scales, "every scale is 1: shows that scales matter");
+  f.add("fp8.warn_saturated", c.warn_saturated, kFraction,
+        "warn above this fraction of saturated or flushed values; 0: they are not counted");
+  f.add("fp8.mlp_up_kernel", c.mlp_up_kernel, "CUDA: the kernel of the MLP's first product");
+}
+
+constexpr IndexedKeys kIndexed[] = {
+    {kLayers, [](Config& config, int index) { return layer_fields(config.model.layers[index], index); }},
+    {kStages, [](Config& config, int index) { return stage_fields(config.schedule.stages[index], index); }}};
 
 // 7 of "model.layers.7" and of "model.layers.7.window". Not of "model.layers.07": a layer has one name.
-std::optional<int> layer_index(std::string_view key) {
-  if (!key.starts_with(kLayers)) return std::nullopt;
-  const std::string digits(key.substr(kLayers.size(), key.find('.', kLayers.size()) - kLayers.size()));
+std::optional<int> index_of(const IndexedKeys& indexed, std::string_view key) {
+  if (!key.starts_with(indexed.prefix)) return std::nullopt;
+  const std::string digits(key.substr(indexed.prefix.size(), key.find('.', indexed.prefix.size()) - indexed.prefix.size()));
   int index = -1;
   std::from_chars(digits.data(), digits.data() + digits.size(), index);
   if (index < 0 || digits != std::to_string(index)) return std::nullopt;
@@ -215,17 +333,26 @@ std::string number_text(double value) {
   return fmt::format("{}", value);
 }
 
+std::string text_of(const Range& range) {
+  const bool has_min = range.min > -kInfinity, has_max = range.max < kInfinity;
+  if (range.above_min) {
+    const std::string above = "> " + number_text(range.min);
+    return has_max ? above + ", <= " + number_text(range.max) : above;
+  }
+  if (has_min && has_max) return number_text(range.min) + ".." + number_text(range.max);
+  if (has_min) return ">= " + number_text(range.min);
+  if (has_max) return "<= " + number_text(range.max);
+  return "";
+}
+
 }  // namespace
 
-std::vector<Field> layer_fields(Config::Model::Layer& layer, const std::string& index) {
-  Table table;
-  table.add(std::string(kLayers) + index + ".window", layer.window, "which keys the layer's queries see");
-  return table.take();
-}
+std::span<const IndexedKeys> indexed_keys() { return kIndexed; }
 
 std::vector<Field> config_fields(Config& config) {
   Table table;
   add_model(table, config.model);
+  add_main_track(table, config.model);
   add_data(table, config.data);
   add_train(table, config.train);
   add_eval(table, config.eval);
@@ -233,6 +360,7 @@ std::vector<Field> config_fields(Config& config) {
   add_run(table, config.run);
   add_optim(table, config.optim);
   add_schedule(table, config.schedule);
+  add_fp8(table, config.fp8);
   return table.take();
 }
 
@@ -242,12 +370,13 @@ FieldIndex::FieldIndex(Config& config) : config_(config) {
 
 std::optional<Field> FieldIndex::find(const std::string& key) {
   if (const auto found = fields_.find(key); found != fields_.end()) return found->second;
-  const std::optional<int> layer = layer_index(key);
-  if (!layer) return std::nullopt;
-  Config::Model::Layer probe;
-  for (const Field& known : layer_fields(probe, std::to_string(*layer))) {
-    if (known.key != key) continue;
-    for (Field& field : layer_fields(config_.model.layers[*layer], std::to_string(*layer))) fields_.emplace(field.key, field);
+  for (const IndexedKeys& indexed : kIndexed) {
+    const std::optional<int> index = index_of(indexed, key);
+    if (!index) continue;
+    Config probe;  // a wrong key adds nothing to the config
+    const std::vector<Field> known = indexed.fields(probe, *index);
+    if (std::none_of(known.begin(), known.end(), [&](const Field& field) { return field.key == key; })) return std::nullopt;
+    for (Field& field : indexed.fields(config_, *index)) fields_.emplace(field.key, field);
     return fields_.at(key);
   }
   return std::nullopt;
@@ -256,18 +385,22 @@ std::optional<Field> FieldIndex::find(const std::string& key) {
 bool FieldIndex::is_group(const std::string& key) const {
   const auto after = fields_.upper_bound(key + ".");
   if (after != fields_.end() && after->first.starts_with(key + ".")) return true;
-  return key + "." == kLayers || key == std::string(kLayers) + std::to_string(layer_index(key).value_or(-1));
+  return std::any_of(std::begin(kIndexed), std::end(kIndexed), [&](const IndexedKeys& indexed) {
+    return key + "." == indexed.prefix || key == std::string(indexed.prefix) + std::to_string(index_of(indexed, key).value_or(-1));
+  });
 }
 
 std::vector<std::string> FieldIndex::keys(const std::string& like, bool with_groups) const {
-  int layer = 0;
+  int index = 0;
   if (const size_t digit = like.find_first_of("0123456789"); digit != std::string::npos) {
-    std::from_chars(like.data() + digit, like.data() + like.size(), layer);
+    std::from_chars(like.data() + digit, like.data() + like.size(), index);
   }
   std::set<std::string> keys;
   for (const auto& [key, field] : fields_) keys.insert(key);
-  Config::Model::Layer probe;
-  for (const Field& field : layer_fields(probe, std::to_string(layer))) keys.insert(field.key);
+  Config probe;
+  for (const IndexedKeys& indexed : kIndexed) {
+    for (const Field& field : indexed.fields(probe, index)) keys.insert(field.key);
+  }
   if (!with_groups) return {keys.begin(), keys.end()};
   std::set<std::string> groups;
   for (const std::string& key : keys) {
@@ -286,6 +419,7 @@ std::string type_name(const Field& field) {
     std::string operator()(const double*) const { return "number"; }
     std::string operator()(const TextMember& text) const { return text.kind == TextKind::file ? "path" : "string"; }
     std::string operator()(const EnumMember&) const { return "name"; }
+    std::string operator()(const NumberList*) const { return "list"; }
     std::string operator()(const NumberRows*) const { return "list"; }
   };
   return std::visit(Namer{}, field.member);
@@ -294,16 +428,8 @@ std::string type_name(const Field& field) {
 std::string range_text(const Field& field) {
   if (const EnumMember* names = std::get_if<EnumMember>(&field.member)) return fmt::format("{}", fmt::join(*names->names, ", "));
   if (std::holds_alternative<NumberRows*>(field.member)) return "lists of 3 numbers";
-  const Range& range = field.range;
-  const bool has_min = range.min > -kInfinity, has_max = range.max < kInfinity;
-  if (range.above_min) {
-    const std::string above = "> " + number_text(range.min);
-    return has_max ? above + ", <= " + number_text(range.max) : above;
-  }
-  if (has_min && has_max) return number_text(range.min) + ".." + number_text(range.max);
-  if (has_min) return ">= " + number_text(range.min);
-  if (has_max) return "<= " + number_text(range.max);
-  return "";
+  if (std::holds_alternative<NumberList*>(field.member)) return "numbers " + text_of(field.range);
+  return text_of(field.range);
 }
 
 }  // namespace speedrun

@@ -3,6 +3,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -34,26 +35,35 @@ struct TextMember {
   TextKind kind;
 };
 
+using NumberList = std::vector<double>;
 using NumberRows = std::vector<std::vector<double>>;
 
-using Member = std::variant<bool*, int*, int64_t*, uint64_t*, double*, TextMember, EnumMember, NumberRows*>;
+using Member = std::variant<bool*, int*, int64_t*, uint64_t*, double*, TextMember, EnumMember, NumberList*, NumberRows*>;
 
 struct Field {
   std::string key;  // "optim.matrix.lr"
   Member member;    // points into the Config the table was made for
-  Range range;      // numbers only
+  Range range;      // numbers, and each number of a list
   std::string_view help;
 };
 
-// The table for `config`, in the order of the structs. The keys of "model.layers.<i>" are there for every i in config.model.layers.
+// The table for `config`, in the order of the structs. The keys of "model.layers.<i>" are there for every i in config.model.layers,
+// and so on for all indexed keys.
 std::vector<Field> config_fields(Config& config);
+
+// Structs in a map by index: "model.layers.2.window".
+struct IndexedKeys {
+  std::string_view prefix;                           // "model.layers."
+  std::vector<Field> (*fields)(Config&, int index);  // the keys of one of them, which is added to the map if it is not there
+};
+std::span<const IndexedKeys> indexed_keys();
 
 // The table of a Config, for look-up.
 class FieldIndex {
  public:
   explicit FieldIndex(Config& config);
 
-  // The field of `key`, if there is one. A layer that is not yet in config.model.layers is added.
+  // The field of `key`, if there is one. An indexed struct that is not yet in its map is added.
   std::optional<Field> find(const std::string& key);
   // Do other keys begin with "<key>."?
   bool is_group(const std::string& key) const;
@@ -64,9 +74,6 @@ class FieldIndex {
   Config& config_;
   std::map<std::string, Field> fields_;
 };
-
-// Keys of one layer, with "<i>" for its index: a Config can be shown and searched without naming a layer.
-std::vector<Field> layer_fields(Config::Model::Layer& layer, const std::string& index);
 
 // "int", "0..1", …: for the key list and for messages.
 std::string type_name(const Field& field);

@@ -62,6 +62,15 @@ class Setter {
     if (found == member.names->end()) wrong_value("one of " + range_text(field_));
     member.set(member.member, static_cast<int>(found - member.names->begin()));
   }
+  void operator()(NumberList* member) const {
+    const std::string expected = "a list of " + range_text(field_);
+    NumberList list;
+    for (const JsonValue& number : get<std::vector<JsonValue>>(expected)) {
+      list.push_back(real(number));
+      if (!inside(list.back())) wrong_value(expected);
+    }
+    *member = std::move(list);
+  }
   void operator()(NumberRows* member) const {
     constexpr const char* kExpected = "a list of lists of 3 numbers";
     NumberRows rows;
@@ -95,13 +104,16 @@ class Setter {
     if (const JsonReal* number = std::get_if<JsonReal>(&value.value)) return number->value;
     refuse(source_, fmt::format("{}: expected a number{}, found {}", field_.key, in_range(), describe(value)));
   }
-  void check_range(double number) const {
+  bool inside(double number) const {
     const Range& range = field_.range;
-    const bool inside = (range.above_min ? number > range.min : number >= range.min) && number <= range.max;
-    if (!inside) wrong_value("a value" + in_range());
+    return (range.above_min ? number > range.min : number >= range.min) && number <= range.max;
+  }
+  void check_range(double number) const {
+    if (!inside(number)) wrong_value("a value" + in_range());
   }
   std::string in_range() const {
-    const std::string range = std::holds_alternative<NumberRows*>(field_.member) ? "" : range_text(field_);
+    const bool list = std::holds_alternative<NumberRows*>(field_.member) || std::holds_alternative<NumberList*>(field_.member);
+    const std::string range = list ? "" : range_text(field_);
     return range.empty() ? "" : " in the range " + range;
   }
   [[noreturn]] void wrong_value(const std::string& expected) const {
@@ -281,8 +293,12 @@ std::string dump_config(const Config& config) {
 std::vector<KeyChange> changed_keys(const Config& before, const Config& after) {
   Config old_config = before, new_config = after;
   // Both tables get the same keys: a layer that one of them does not name has the defaults there.
-  for (const auto& [index, layer] : old_config.model.layers) new_config.model.layers.try_emplace(index);
-  for (const auto& [index, layer] : new_config.model.layers) old_config.model.layers.try_emplace(index);
+  const auto share_indices = [](auto& a, auto& b) {
+    for (const auto& [index, value] : a) b.try_emplace(index);
+    for (const auto& [index, value] : b) a.try_emplace(index);
+  };
+  share_indices(old_config.model.layers, new_config.model.layers);
+  share_indices(old_config.schedule.stages, new_config.schedule.stages);
   const std::vector<Field> old_fields = config_fields(old_config), new_fields = config_fields(new_config);
   std::vector<KeyChange> changes;
   for (size_t i = 0; i < old_fields.size(); ++i) {
@@ -294,13 +310,12 @@ std::vector<KeyChange> changed_keys(const Config& before, const Config& after) {
 
 std::string describe_keys() {
   Config defaults;
-  Config::Model::Layer layer;
-  std::vector<Field> fields;
-  for (const Field& field : config_fields(defaults)) {
-    if (field.key == "data.train") {  // the end of the model's keys
-      for (const Field& of_layer : layer_fields(layer, "<i>")) fields.push_back(of_layer);
+  for (const IndexedKeys& indexed : indexed_keys()) indexed.fields(defaults, 0);
+  std::vector<Field> fields = config_fields(defaults);
+  for (Field& field : fields) {
+    for (const IndexedKeys& indexed : indexed_keys()) {
+      if (field.key.starts_with(indexed.prefix)) field.key.replace(indexed.prefix.size(), 1, "<i>");
     }
-    fields.push_back(field);
   }
   std::vector<std::vector<std::string>> rows = {{"key", "type", "default", "range", "meaning"},
                                                 {"---", "---", "---", "---", "---"}};

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
+#include <string_view>
+#include <vector>
 
 #include "kernels/base/error.h"
 #include "src/config/config_io.h"
@@ -24,6 +27,11 @@ class Check {
   const std::string& source_;
 };
 
+void check_windows(const Check& check, int window_short, int window_long, const std::string& at) {
+  check.that(window_short == 0 || window_long == 0 || window_short <= window_long,
+             "{}window_short = {} must not exceed {}window_long = {}", at, window_short, at, window_long);
+}
+
 void check_model(const Check& check, const Config::Model& model) {
   check.that(model.width % model.num_heads == 0, "model.width = {} must be a multiple of model.num_heads = {}", model.width,
              model.num_heads);
@@ -36,8 +44,7 @@ void check_model(const Check& check, const Config::Model& model) {
         "model.rotary_fraction = {} of head size {} makes {} rotating pairs of channels; it must be a whole number from 2 on",
         model.rotary_fraction, model.head_size(), pairs);
   }
-  check.that(model.window_short == 0 || model.window_long == 0 || model.window_short <= model.window_long,
-             "model.window_short = {} must not exceed model.window_long = {}", model.window_short, model.window_long);
+  check_windows(check, model.window_short, model.window_long, "model.");
   check.that(!model.tied_head || model.init != InitKind::zero_projections,
              "model.init = zero_projections starts the head at 0, which a tied head cannot do: set model.tied_head to false");
   if (!model.layers.empty()) {
@@ -47,27 +54,180 @@ void check_model(const Check& check, const Config::Model& model) {
   }
 }
 
+// Keys that one architecture alone has; a key that ends with a point stands for its whole group.
+constexpr std::string_view kMainTrackKeys[] = {"model.smear",
+                                               "model.smear_channels",
+                                               "model.bigram_rows",
+                                               "model.bigram_sign_rows",
+                                               "model.value_gate_channels",
+                                               "model.x0_injection",
+                                               "model.residual_lambdas",
+                                               "model.weight_lambdas",
+                                               "model.mudd_gates",
+                                               "model.mudd_gate_split",
+                                               "model.mudd",
+                                               "model.mudd_early",
+                                               "model.mudd_late",
+                                               "model.gate_hidden",
+                                               "model.dc_window",
+                                               "model.tied_until_split",
+                                               "model.yarn",
+                                               "optim.down.",
+                                               "optim.bigram.",
+                                               "optim.value_embedding.",
+                                               "optim.scalar.",
+                                               "optim.smear.",
+                                               "optim.value_gate.",
+                                               "optim.resid_lambda.",
+                                               "optim.post_lambda.",
+                                               "optim.mudd.",
+                                               "optim.mudd_gate.",
+                                               "schedule.split_step",
+                                               "fp8."};
+constexpr std::string_view kGptKeys[] = {"model.max_positions", "optim.position.", "optim.vector."};
+
+// Values for the other architecture would do nothing: they are refused instead of dropped.
+void check_architecture_keys(const Check& check, const Config& config) {
+  const bool gpt = config.model.architecture == Architecture::gpt;
+  const std::span<const std::string_view> foreign = gpt ? std::span<const std::string_view>(kMainTrackKeys) : kGptKeys;
+  for (const KeyChange& change : changed_keys(Config{}, config)) {
+    const std::string& key = change.key;
+    const bool indexed_feature = gpt && ((key.starts_with("model.layers.") && !key.ends_with(".window")) ||
+                                         (key.starts_with("schedule.stages.") && key.find(".prefix_") != std::string::npos));
+    const bool is_foreign = std::any_of(foreign.begin(), foreign.end(), [&](std::string_view other) {
+      return other.ends_with('.') ? key.starts_with(other) : key == other;
+    });
+    check.that(!indexed_feature && !is_foreign, "{} = {} needs model.architecture = {}; here it is {}", key, change.after,
+               gpt ? "main_track" : "gpt", gpt ? "gpt" : "main_track");
+  }
+}
+
+void check_main_track_layer(const Check& check, const Config::Model& model, int index, const Config::Model::Layer& layer) {
+  const std::string at = fmt::format("model.layers.{}", index);
+  const auto excludes = [&](bool feature, const char* name, bool other, const char* other_name) {
+    check.that(!feature || !other, "{}.{} and {}.{} exclude each other", at, name, at, other_name);
+  };
+  for (const auto& [used, name] : {std::pair(layer.paired_heads, "paired_heads"), std::pair(layer.key_offset, "key_offset"),
+                                   std::pair(layer.value_embedding, "value_embedding"), std::pair(layer.xsa, "xsa"),
+                                   std::pair(layer.gate, "gate"), std::pair(layer.dc, "dc")}) {
+    check.that(layer.attention || !used, "{}.{} = true needs attention, but {}.attention is false", at, name, at);
+  }
+  check.that(layer.attention || layer.input_from < 0, "{}.input_from = {} needs attention, but {}.attention is false", at,
+             layer.input_from, at);
+  check.that(!layer.attention || layer.skip_from < 0,
+             "{}.skip_from = {} is for layers without attention: set {}.attention to false", at, layer.skip_from, at);
+  for (const auto& [from, name] : {std::pair(layer.input_from, "input_from"), std::pair(layer.skip_from, "skip_from")}) {
+    check.that(from < index, "{}.{} = {} must be an earlier layer (or -1: none)", at, name, from);
+  }
+  check.that(!layer.paired_heads || model.num_heads % 2 == 0,
+             "{}.paired_heads = true needs an even number of heads; model.num_heads is {}", at, model.num_heads);
+  excludes(layer.paired_heads, "paired_heads", layer.xsa, "xsa");
+  excludes(layer.paired_heads, "paired_heads", layer.dc, "dc");
+  excludes(layer.paired_heads, "paired_heads", layer.key_offset, "key_offset");
+  const int last = model.num_layers - 1;
+  check.that(!layer.dc || index == last, "{}.dc = true: only the last layer, {}, can have DC attention", at, last);
+}
+
+void check_main_track(const Check& check, const Config& config) {
+  const Config::Model& model = config.model;
+  for (const auto& [holds, setting] :
+       {std::pair(model.norm == NormKind::rmsnorm, "model.norm = rmsnorm"), std::pair(!model.norm_gain, "model.norm_gain = false"),
+        std::pair(model.embedding_norm, "model.embedding_norm = true"),
+        std::pair(model.positions == PositionKind::rotary, "model.positions = rotary"),
+        std::pair(model.rotary_fraction == 0.5, "model.rotary_fraction = 0.5"), std::pair(model.qk_norm, "model.qk_norm = true"),
+        std::pair(model.activation == ActivationKind::relu2, "model.activation = relu2"),
+        std::pair(!model.bias, "model.bias = false"),
+        std::pair(!model.tied_head, "model.tied_head = false (model.tied_until_split ties it)"),
+        std::pair(!model.head_bias, "model.head_bias = false"),
+        std::pair(model.init == InitKind::zero_projections, "model.init = zero_projections")}) {
+    check.that(holds, "model.architecture = main_track needs {}", setting);
+  }
+  check.that(model.smear_channels <= model.width, "model.smear_channels = {} must not exceed model.width = {}",
+             model.smear_channels, model.width);
+  check.that(model.value_gate_channels <= model.width, "model.value_gate_channels = {} must not exceed model.width = {}",
+             model.value_gate_channels, model.width);
+  check.that(model.bigram_rows != 1, "model.bigram_rows = 1 leaves no row for pairs of tokens: at least 2, or 0 for none");
+  int shared = -1;  // the layer that others take their attention's input from
+  for (const auto& [index, layer] : model.layers) {
+    check_main_track_layer(check, model, index, layer);
+    if (layer.input_from < 0) continue;
+    check.that(shared < 0 || layer.input_from == shared, "model.layers.{}.input_from = {} differs from another layer's, {}", index,
+               layer.input_from, shared);
+    shared = layer.input_from;
+  }
+
+  const int last = model.num_layers - 1;
+  check.that(model.mudd_gate_split <= last, "model.mudd_gate_split = {} must be one of the layers 1 to {}", model.mudd_gate_split,
+             last);
+  if (model.mudd) {
+    check.that(model.mudd_early < model.mudd_late && model.mudd_late < last,
+               "model.mudd needs mudd_early < mudd_late < last layer; they are {}, {} and {}", model.mudd_early, model.mudd_late,
+               last);
+    const auto found = model.layers.find(last);
+    check.that(found == model.layers.end() || found->second.attention,
+               "model.mudd mixes into the last layer's attention, but model.layers.{}.attention is false", last);
+  }
+  if (model.tied_until_split) {
+    const Config::Group &embedding = config.optim.embedding, &head = config.optim.head;
+    check.that(
+        embedding.optimizer == head.optimizer && embedding.every == head.every && embedding.master == head.master &&
+            embedding.state == head.state,
+        "model.tied_until_split hands the head's weights and state to the embedding: optim.embedding and optim.head must have "
+        "the same optimizer, every, master and state");
+    check.that(head.every <= 2, "model.tied_until_split needs optim.head.every = 1 or 2, found {}", head.every);
+  }
+}
+
+// The row length of a step of `batch_tokens`, and its name for messages.
+struct Row {
+  int64_t tokens;
+  std::string name;
+};
+
+Row check_rows(const Check& check, const Config& config, int64_t batch_tokens, const std::string& key) {
+  if (config.data.reader == ReaderKind::rows) {
+    const Row row = {config.train.seq_len, fmt::format("train.seq_len = {}", config.train.seq_len)};
+    check.that(batch_tokens % row.tokens == 0, "{} = {} must be a multiple of {}", key, batch_tokens, row.name);
+    return row;
+  }
+  const int document_rows = config.data.document_rows;
+  check.that(batch_tokens % document_rows == 0, "{} = {} must be a multiple of data.document_rows = {}", key, batch_tokens,
+             document_rows);
+  const int64_t tokens = batch_tokens / document_rows;
+  return {tokens, fmt::format("the row length {} ({} / data.document_rows)", tokens, key)};
+}
+
 void check_batch(const Check& check, const Config& config) {
   const Config::Train& train = config.train;
-  int64_t row = train.seq_len;
-  std::string row_name = fmt::format("train.seq_len = {}", row);
-  if (config.data.reader == ReaderKind::rows) {
-    check.that(train.batch_tokens % row == 0, "train.batch_tokens = {} must be a multiple of {}", train.batch_tokens, row_name);
-    check.that(config.eval.tokens % row == 0, "eval.tokens = {} must be a multiple of {}", config.eval.tokens, row_name);
-  } else {
-    check.that(train.batch_tokens % config.data.document_rows == 0,
-               "train.batch_tokens = {} must be a multiple of data.document_rows = {}", train.batch_tokens,
-               config.data.document_rows);
-    row = train.batch_tokens / config.data.document_rows;
-    row_name = fmt::format("the row length {} (train.batch_tokens / data.document_rows)", row);
+  std::vector<Row> rows;  // of the stages
+  for (const auto& [index, stage] : config.schedule.stages) {
+    if (stage.steps == 0) continue;
+    rows.push_back(stage.batch_tokens == 0
+                       ? check_rows(check, config, train.batch_tokens, "train.batch_tokens")
+                       : check_rows(check, config, stage.batch_tokens, fmt::format("schedule.stages.{}.batch_tokens", index)));
   }
+  if (rows.empty()) rows.push_back(check_rows(check, config, train.batch_tokens, "train.batch_tokens"));
+
+  const Row eval_row = config.eval.row_tokens == 0
+                           ? rows.front()
+                           : Row{config.eval.row_tokens, fmt::format("eval.row_tokens = {}", config.eval.row_tokens)};
+  check.that(config.eval.tokens % eval_row.tokens == 0, "eval.tokens = {} must be a multiple of {}", config.eval.tokens,
+             eval_row.name);
+  const Row& longest = *std::max_element(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.tokens < b.tokens; });
   if (config.model.positions == PositionKind::learned) {
-    check.that(row <= config.model.max_positions, "model.max_positions = {} is too small for {}", config.model.max_positions,
-               row_name);
+    for (const Row& row : {longest, eval_row}) {
+      check.that(row.tokens <= config.model.max_positions, "model.max_positions = {} is too small for {}",
+                 config.model.max_positions, row.name);
+    }
   }
   if (train.micro_batch_tokens == 0) return;
-  check.that(train.micro_batch_tokens % row == 0, "train.micro_batch_tokens = {} must be a multiple of {}",
-             train.micro_batch_tokens, row_name);
+  if (!config.schedule.stages.empty()) {  // each stage takes as many of its rows as fit
+    check.that(train.micro_batch_tokens >= longest.tokens, "train.micro_batch_tokens = {} must be at least {}",
+               train.micro_batch_tokens, longest.name);
+    return;
+  }
+  check.that(train.micro_batch_tokens % longest.tokens == 0, "train.micro_batch_tokens = {} must be a multiple of {}",
+             train.micro_batch_tokens, longest.name);
   check.that(train.batch_tokens % train.micro_batch_tokens == 0,
              "train.batch_tokens = {} must be a multiple of train.micro_batch_tokens = {}", train.batch_tokens,
              train.micro_batch_tokens);
@@ -78,9 +238,19 @@ void check_optim(const Check& check, const Config& config) {
   for (const auto& [name, group] : {std::pair<const char*, const Config::Group*>{"embedding", &optim.embedding},
                                     {"position", &optim.position},
                                     {"head", &optim.head},
-                                    {"vector", &optim.vector}}) {
-    check.that(group->optimizer == OptimizerKind::adamw, "optim.{}.optimizer = muon: Muon is for hidden matrices, optim.matrix",
-               name);
+                                    {"vector", &optim.vector},
+                                    {"bigram", &optim.bigram},
+                                    {"value_embedding", &optim.value_embedding},
+                                    {"scalar", &optim.scalar},
+                                    {"smear", &optim.smear},
+                                    {"value_gate", &optim.value_gate},
+                                    {"resid_lambda", &optim.resid_lambda},
+                                    {"post_lambda", &optim.post_lambda},
+                                    {"mudd", &optim.mudd},
+                                    {"mudd_gate", &optim.mudd_gate}}) {
+    const bool muon = group->optimizer == OptimizerKind::muon, normuon = group->optimizer == OptimizerKind::normuon;
+    check.that(!muon && !normuon, "optim.{}.optimizer = {}: Muon is for hidden matrices, optim.matrix and optim.down", name,
+               muon ? "muon" : "normuon");
   }
   // One matrix has one optimizer: values for the head that would do nothing are refused instead of dropped.
   check.that(!config.model.tied_head || optim.head == Config::Group{} || optim.head == optim.embedding,
@@ -88,21 +258,64 @@ void check_optim(const Check& check, const Config& config) {
              "optim.embedding's values there");
 }
 
-void check_schedule(const Check& check, const Config::Schedule& schedule) {
-  const int64_t lr_steps = int64_t{schedule.lr.warmup_steps} + schedule.lr.cooldown_steps;
-  check.that(lr_steps <= schedule.steps,
-             "schedule.lr.warmup_steps + schedule.lr.cooldown_steps = {} must not exceed schedule.steps = {}", lr_steps,
-             schedule.steps);
-  check.that(schedule.lr.shape != DecayShape::constant || schedule.lr.cooldown_steps == 0,
-             "schedule.lr.cooldown_steps = {} has no effect with schedule.lr.shape = constant: name a shape, or set it to 0",
-             schedule.lr.cooldown_steps);
+// Returns the steps of the run, without schedule.scale.
+int64_t check_stages(const Check& check, const Config& config) {
+  const Config::Schedule& schedule = config.schedule;
+  const auto or_else = [](int value, int without_stages) { return value != 0 ? value : without_stages; };
+  int64_t steps = 0;
+  int expected = 0;
+  int window_short = 0, window_long = 0;  // of the last stage
+  for (const auto& [index, stage] : schedule.stages) {
+    const std::string at = fmt::format("schedule.stages.{}.", index);
+    check.that(index == expected, "schedule.stages.{} is missing: stages are numbered from 0 without gaps", expected);
+    ++expected;
+    steps += stage.steps;
+    const size_t terms = stage.mtp_start.size();
+    check.that(terms >= 1 && terms <= 3, "{}mtp_start has {} numbers; expected 1 to 3", at, terms);
+    check.that(stage.mtp_end.size() == terms, "{}mtp_start and {}mtp_end must be of the same length; they have {} and {} numbers",
+               at, at, terms, stage.mtp_end.size());
+    const bool one_term = std::all_of(stage.mtp_start.begin() + 1, stage.mtp_start.end(), [](double w) { return w == 0; }) &&
+                          std::all_of(stage.mtp_end.begin() + 1, stage.mtp_end.end(), [](double w) { return w == 0; });
+    check.that(!one_term || stage.prefix_start != 0 || stage.prefix_end != 0 || (stage.mtp_start[0] == 1 && stage.mtp_end[0] == 1),
+               "{}mtp_start: the weight of the only term of the loss must be 1 from start to end", at);
+    window_short = or_else(stage.window_short, config.model.window_short);
+    window_long = or_else(stage.window_long, config.model.window_long);
+    check_windows(check, window_short, window_long, at);
+    check.that(!config.model.yarn || window_long > 0, "model.yarn follows the long window: set {}window_long", at);
+  }
+  if (schedule.stages.empty()) return schedule.steps;
+  check.that(steps > 0, "the stages of the schedule have no steps: set schedule.stages.0.steps");
+  check.that(schedule.steps == 0 || schedule.steps == steps,
+             "schedule.steps = {} is not the sum of the stages' steps, {}: set it to 0, and change the stages or schedule.scale",
+             schedule.steps, steps);
+  check_windows(check, or_else(config.eval.final_window_short, window_short), or_else(config.eval.final_window_long, window_long),
+                "eval.final_");
+  return steps;
+}
+
+void check_schedule(const Check& check, const Config& config) {
+  const Config::Schedule& schedule = config.schedule;
+  const int64_t steps = check_stages(check, config);
+  const int64_t lr_steps = int64_t{schedule.lr.warmup_steps} + schedule.lr.cooldown_steps + schedule.lr.hold_steps;
+  const std::string run =
+      fmt::format("{} = {}", schedule.stages.empty() ? "schedule.steps" : "the sum of the stages' steps", steps);
+  check.that(lr_steps <= steps, "schedule.lr.warmup_steps + schedule.lr.cooldown_steps{} = {} must not exceed {}",
+             schedule.lr.hold_steps > 0 ? " + schedule.lr.hold_steps" : "", lr_steps, run);
+  for (const auto& [count, name] :
+       {std::pair(schedule.lr.cooldown_steps, "cooldown_steps"), std::pair(schedule.lr.hold_steps, "hold_steps")}) {
+    check.that(schedule.lr.shape != DecayShape::constant || count == 0,
+               "schedule.lr.{} = {} has no effect with schedule.lr.shape = constant: name a shape, or set it to 0", name, count);
+  }
   const int64_t momentum_steps = int64_t{schedule.momentum.warmup_steps} + schedule.momentum.cooldown_steps;
-  check.that(momentum_steps <= schedule.steps,
-             "schedule.momentum.warmup_steps + schedule.momentum.cooldown_steps = {} must not exceed schedule.steps = {}",
-             momentum_steps, schedule.steps);
+  check.that(momentum_steps <= steps, "schedule.momentum.warmup_steps + schedule.momentum.cooldown_steps = {} must not exceed {}",
+             momentum_steps, run);
   constexpr double kMaxSteps = 1e9;
-  check.that(schedule.steps * schedule.scale <= kMaxSteps, "schedule.steps = {} times schedule.scale = {} is more than {} steps",
-             schedule.steps, schedule.scale, kMaxSteps);
+  check.that(static_cast<double>(steps) * schedule.scale <= kMaxSteps, "{} times schedule.scale = {} is more than {} steps", run,
+             schedule.scale, kMaxSteps);
+  if (schedule.split_step == 0) return;
+  check.that(schedule.split_step < steps, "schedule.split_step = {} must be below {}", schedule.split_step, run);
+  check.that(schedule.split_step % 2 == 1, "schedule.split_step = {} must be odd: head and embedding are updated in odd steps",
+             schedule.split_step);
 }
 
 void check_run(const Check& check, const Config::Run& run) {
@@ -118,9 +331,11 @@ void check_run(const Check& check, const Config::Run& run) {
 void validate(const Config& config, const std::string& source) {
   const Check check(source);
   check_model(check, config.model);
+  check_architecture_keys(check, config);
+  if (config.model.architecture == Architecture::main_track) check_main_track(check, config);
   check_batch(check, config);
   check_optim(check, config);
-  check_schedule(check, config.schedule);
+  check_schedule(check, config);
   check_run(check, config.run);
 }
 
@@ -138,6 +353,23 @@ void validate_for_cuda(const Config& config, const std::string& source) {
   check.that(model.padded_vocab_size() % kVectorChannels == 0,
              "the CUDA device needs a padded vocabulary that is a multiple of {}; model.vocab_padding = {} makes {}",
              kVectorChannels, model.vocab_padding, model.padded_vocab_size());
+  constexpr int kMaxGateHidden = 128;
+  check.that(model.gate_hidden % kVectorChannels == 0 && model.gate_hidden <= kMaxGateHidden,
+             "the CUDA device needs model.gate_hidden = {} to be a multiple of {} up to {}", model.gate_hidden, kVectorChannels,
+             kMaxGateHidden);
+  constexpr int kMaxDcHeads = 16;
+  const bool dc = std::any_of(model.layers.begin(), model.layers.end(), [](const auto& layer) { return layer.second.dc; });
+  check.that(!dc || model.num_heads <= kMaxDcHeads, "the CUDA device has DC attention for up to {} heads; model.num_heads is {}",
+             kMaxDcHeads, model.num_heads);
+  const Config::Fp8& fp8 = config.fp8;
+  if (fp8.mlp_up == Precision::bf16 && fp8.mlp_down == Precision::bf16 && fp8.head == Precision::bf16) return;
+  constexpr int kFp8Channels = 16;  // 16 bytes
+  for (const auto& [channels, name] : {std::pair<int64_t, const char*>{model.width, "model.width"},
+                                       {model.mlp_hidden, "model.mlp_hidden"},
+                                       {model.padded_vocab_size(), "the padded vocabulary"}}) {
+    check.that(channels % kFp8Channels == 0, "FP8 on the CUDA device needs multiples of {}; {} is {}", kFp8Channels, name,
+               channels);
+  }
 }
 
 }  // namespace speedrun

@@ -12,10 +12,19 @@ namespace {
 constexpr int64_t kOffsetAlignment = 64;
 constexpr int64_t kDrawsAtOnce = 1 << 16;
 
+double initial_draw(const ParameterSpec& row, uint64_t seed, uint64_t stream, uint64_t index) {
+  if (row.init_bound != 0) return row.init_bound * (2 * random_uniform(seed, stream, index) - 1);
+  const double normal = random_normal(seed, stream, index);
+  if (row.init_sign) return normal < 0 ? -1 : 1;
+  return row.init_std * normal;
+}
+
 }  // namespace
 
 const char* group_name(ParameterGroup group) {
-  static constexpr const char* kNames[kNumParameterGroups] = {"embedding", "position", "head", "matrix", "vector"};
+  static constexpr const char* kNames[kNumParameterGroups] = {
+      "embedding", "position", "head",       "matrix",       "vector",      "down", "bigram",   "value_embedding",
+      "scalar",    "smear",    "value_gate", "resid_lambda", "post_lambda", "mudd", "mudd_gate"};
   return kNames[static_cast<int>(group)];
 }
 
@@ -108,13 +117,16 @@ void Parameters<T>::initialize(Device& device, uint64_t seed) {
   for (int p = 0; p < size(); ++p) {
     const ParameterSpec& row = spec(p);
     std::vector<Acc<T>> master(static_cast<size_t>(row.count()), static_cast<Acc<T>>(row.init_mean));
-    if (row.init_std != 0) {
+    if (!row.init_values.empty()) {
+      require(row.init_values.size() == master.size(), "internal: ", row.name, " has ", row.init_values.size(), " initial values");
+      std::copy(row.init_values.begin(), row.init_values.end(), master.begin());
+    } else if (row.init_std != 0 || row.init_bound != 0 || row.init_sign) {
       // The stream is the name's hash: adding a parameter elsewhere leaves the others' values alone.
       const uint64_t stream = hash_bytes(row.name.data(), row.name.size());
       kernels::parallel_ranges(exec, row.count(), kDrawsAtOnce, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           master[static_cast<size_t>(i)] =
-              static_cast<Acc<T>>(row.init_mean + row.init_std * random_normal(seed, stream, static_cast<uint64_t>(i)));
+              static_cast<Acc<T>>(row.init_mean + initial_draw(row, seed, stream, static_cast<uint64_t>(i)));
         }
       });
     }

@@ -13,8 +13,26 @@
 
 namespace speedrun {
 
-enum class ParameterGroup : int { embedding, position, head, matrix, vector };
-inline constexpr int kNumParameterGroups = 5;
+// One set of optimizer settings each. The first five belong to every model; the others to the Main Track: down: the MLPs' down
+// matrices; scalar: single factors; mudd, mudd_gate: the nets that make per-token coefficients.
+enum class ParameterGroup : int {
+  embedding,
+  position,
+  head,
+  matrix,
+  vector,
+  down,
+  bigram,
+  value_embedding,
+  scalar,
+  smear,
+  value_gate,
+  resid_lambda,
+  post_lambda,
+  mudd,
+  mudd_gate
+};
+inline constexpr int kNumParameterGroups = 15;
 const char* group_name(ParameterGroup group);
 
 struct ParameterSpec {
@@ -24,7 +42,12 @@ struct ParameterSpec {
   kernels::MasterSplit split = kernels::MasterSplit::nearest;
   double init_std = 0;  // N(0, init_std²) around
   double init_mean = 0;
-  int matrices = 1;  // Muon treats the rows as this many matrices of equal size (q, k, v of one tensor)
+  int matrices = 1;                     // Muon treats the rows as this many matrices of equal size (q, k, v of one tensor)
+  double init_bound = 0;                // U(−init_bound, init_bound) around init_mean instead of a normal
+  std::vector<float> init_values = {};  // or exactly these, all of them
+  bool init_sign = false;               // the sign of a normal draw: ±1
+  bool decay = true;                    // false: weight decay leaves it alone, whatever its group says
+  bool frozen = false;                  // no optimizer touches it: a table that is drawn once and kept
 
   int64_t count() const {
     int64_t n = 1;

@@ -19,12 +19,13 @@ std::string describe(const Sufficiency& result, ReaderRule rule, const ReaderOpt
                                           quoted_path(options.shards.pattern), result.tokens_present, options.repeat);
   if (result.sufficient)
     return fmt::format("training data suffices: {} steps need {} tokens, {}", result.steps_needed, result.tokens_needed, present);
+  const std::string fewer = fmt::format("lower {} to {}", schedule.size() > 1 ? "the steps of schedule.stages" : "schedule.steps",
+                                        result.steps_available);
   std::string way_out;
   if (result.repeat_needed > 0) {
-    way_out = fmt::format("set data.repeat to {}, add shards, or lower schedule.steps to {}", result.repeat_needed,
-                          result.steps_available);
+    way_out = fmt::format("set data.repeat to {}, add shards, or {}", result.repeat_needed, fewer);
   } else if (result.steps_available > 0) {
-    way_out = fmt::format("add shards or lower schedule.steps to {}", result.steps_available);
+    way_out = fmt::format("add shards or {}", fewer);
   } else if (rule == ReaderRule::documents) {
     way_out = fmt::format(
         "no shard has the documents for one step (token id {} starts one, data.max_seq_len = {} cuts it; `speedrun data inspect` "

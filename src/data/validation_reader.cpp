@@ -12,7 +12,8 @@ namespace speedrun {
 ValidationReader::ValidationReader(const ValidationOptions& options)
     : row_tokens_(options.row_tokens), bos_id_(options.bos_id), borders_(options.borders) {
   if (options.row_tokens < 1)
-    throw InputError(fmt::format("train.seq_len: expected validation rows of at least 1 token, found {}", options.row_tokens));
+    throw InputError(
+        fmt::format("eval.row_tokens, train.seq_len: expected validation rows of at least 1 token, found {}", options.row_tokens));
   if (options.tokens < 1 || options.tokens % options.row_tokens != 0) {
     throw InputError(fmt::format("eval.tokens: expected a positive multiple of the row length {}, found {}", options.row_tokens,
                                  options.tokens));
@@ -28,7 +29,8 @@ ValidationReader::ValidationReader(const ValidationOptions& options)
         quoted_path(options.shards.pattern), options.shards.shards.size(), quoted_path(options.shards.shards.back().path),
         options.shards.total_tokens, options.tokens, needed,
         possible > 0 ? fmt::format("lower eval.tokens to at most {} or add shards to data.val", possible)
-                     : fmt::format("not one row of {} tokens: lower train.seq_len or add shards to data.val", options.row_tokens)));
+                     : fmt::format("not one row of {} tokens: lower eval.row_tokens (or train.seq_len) or add shards to data.val",
+                                   options.row_tokens)));
   }
   int64_t begin = 0;
   for (const ShardInfo& info : options.shards.shards) {

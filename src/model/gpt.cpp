@@ -22,18 +22,6 @@ kernels::Activation activation(ActivationKind kind) {
   return kind == ActivationKind::gelu ? kernels::Activation::gelu : kernels::Activation::relu2;
 }
 
-kernels::Softcap softcap(SoftcapKind kind) {
-  switch (kind) {
-    case SoftcapKind::none:
-      return kernels::Softcap::none;
-    case SoftcapKind::rational:
-      return kernels::Softcap::rational;
-    case SoftcapKind::sigmoid:
-      return kernels::Softcap::sigmoid;
-  }
-  throw Error("internal: unknown soft-cap");
-}
-
 double attention_scale(const Config::Model& model) {
   const int head_size = model.width / model.num_heads;
   return model.attention_scale > 0 ? model.attention_scale : 1 / std::sqrt(static_cast<double>(head_size));
@@ -41,40 +29,28 @@ double attention_scale(const Config::Model& model) {
 
 }  // namespace
 
-std::vector<int64_t> layer_windows(const Config::Model& model) {
-  std::vector<int64_t> windows(static_cast<size_t>(model.num_layers), 0);
-  for (const auto& [layer, settings] : model.layers) {
-    if (settings.window == WindowKind::short_window) windows.at(static_cast<size_t>(layer)) = model.window_short;
-    if (settings.window == WindowKind::long_window) windows.at(static_cast<size_t>(layer)) = model.window_long;
+template <class T>
+Gpt<T>::Gpt(const Config& config, const ModelShape& shape, std::vector<ModelStage> stages, Device& device,
+            Parameters<T>& parameters)
+    : Model<T>(config, shape, std::move(stages), device, parameters), vocabulary_(config.model.padded_vocab_size()) {
+  blocks_.resize(static_cast<size_t>(config_.num_layers));
+  for (size_t l = 0; l < blocks_.size(); ++l) {
+    const auto settings = config_.layers.find(static_cast<int>(l));
+    blocks_[l] = Block{};
+    blocks_[l].window = settings == config_.layers.end() ? WindowKind::full : settings->second.window;
   }
-  return windows;
-}
-
-double mean_attended(const int32_t* doc_start, int64_t n, int64_t window) {
-  double keys = 0;
-  for (int64_t t = 0; t < n; ++t) {
-    const int64_t first = window > 0 ? std::max<int64_t>(doc_start[t], t - window) : doc_start[t];
-    keys += static_cast<double>(t - first + 1);
-  }
-  return keys / static_cast<double>(n);
 }
 
 template <class T>
-Gpt<T>::Gpt(const Config::Model& config, const GptShape& shape, Device& device, Parameters<T>& parameters)
-    : config_(config), shape_(shape), device_(device), parameters_(parameters), vocabulary_(padded_vocabulary(config)) {
-  require(shape.tokens % shape.row_tokens == 0, "internal: micro-batch of ", shape.tokens, " tokens is not made of whole rows of ",
-          shape.row_tokens);
-  blocks_.resize(static_cast<size_t>(config.num_layers));
-  const std::vector<int64_t> windows = layer_windows(config);
-  for (size_t l = 0; l < blocks_.size(); ++l) {
-    blocks_[l] = Block{};
-    blocks_[l].window = windows[l];
-  }
+int64_t Gpt<T>::window(const Block& block) const {
+  if (block.window == WindowKind::short_window) return stage().window_short;
+  if (block.window == WindowKind::long_window) return stage().window_long;
+  return 0;
 }
 
 template <class T>
 void Gpt<T>::plan(MemoryPlan& memory) {
-  const int64_t N = shape_.tokens, C = config_.width, F = config_.mlp_hidden, H = config_.num_heads, V = vocabulary_;
+  const int64_t N = shape_.max_tokens, C = config_.width, F = config_.mlp_hidden, H = config_.num_heads, V = vocabulary_;
   const bool layer_norm = config_.norm == NormKind::layernorm;
   const auto stats = [&](Acc<T>** mean, Acc<T>** rstd) {
     if (layer_norm) memory.add("norm statistics", mean, N);
@@ -85,8 +61,8 @@ void Gpt<T>::plan(MemoryPlan& memory) {
   memory.add("batch", &doc_start_, N);
   memory.add("losses", &losses_, N);
   if (config_.positions == PositionKind::rotary) {
-    memory.add("rotary tables", &rotary_cos_, shape_.row_tokens * (C / H / 2));
-    memory.add("rotary tables", &rotary_sin_, shape_.row_tokens * (C / H / 2));
+    memory.add("rotary tables", &rotary_cos_, shape_.max_row_tokens * (C / H / 2));
+    memory.add("rotary tables", &rotary_sin_, shape_.max_row_tokens * (C / H / 2));
   }
   if (config_.embedding_norm) {
     memory.add("activations: residual stream", &embedded_, N * C);
@@ -142,7 +118,7 @@ void Gpt<T>::bind_parameters() {
   for (size_t l = 0; l < blocks_.size(); ++l) {
     Block& block = blocks_[l];
     if (!shape_.training && l > 0) {
-      const int64_t window = block.window;
+      const WindowKind window = block.window;
       block = blocks_[0];
       block.window = window;
     }
@@ -168,8 +144,8 @@ void Gpt<T>::prepare() {
   if (config_.positions != PositionKind::rotary) return;
   const int half = config_.width / config_.num_heads / 2;
   const int rotating = static_cast<int>(std::lround(config_.rotary_fraction * half));
-  std::vector<Acc<T>> cosines(static_cast<size_t>(shape_.row_tokens * half), 1), sines(cosines.size(), 0);
-  for (int64_t t = 0; t < shape_.row_tokens; ++t) {
+  std::vector<Acc<T>> cosines(static_cast<size_t>(shape_.max_row_tokens * half), 1), sines(cosines.size(), 0);
+  for (int64_t t = 0; t < shape_.max_row_tokens; ++t) {
     for (int i = 0; i < rotating; ++i) {
       const double frequency = rotating > 1 ? std::pow(config_.rotary_base, -static_cast<double>(i) / (rotating - 1)) : 1;
       const auto at = static_cast<size_t>(t * half + i);
@@ -190,7 +166,7 @@ void Gpt<T>::norm_forward(T* out, Acc<T>* mean, Acc<T>* rstd, const T* inp, cons
                                                 .inp = inp,
                                                 .gain = gain,
                                                 .shift = shift,
-                                                .N = shape_.tokens,
+                                                .N = pass_.tokens,
                                                 .C = config_.width,
                                                 .eps = config_.norm_eps,
                                                 .kind = norm_kind(config_.norm)},
@@ -210,7 +186,7 @@ void Gpt<T>::norm_backward(const T* dout, const T* inp, const Acc<T>* mean, cons
                                                   .rstd = rstd,
                                                   .gain = gain,
                                                   .scratch = scratch_,
-                                                  .N = shape_.tokens,
+                                                  .N = pass_.tokens,
                                                   .C = config_.width,
                                                   .kind = norm_kind(config_.norm)},
                          exec());
@@ -225,14 +201,14 @@ T* Gpt<T>::stream_after(int layer) {
 
 template <class T>
 void Gpt<T>::forward() {
-  const int64_t N = shape_.tokens;
+  const int64_t N = pass_.tokens;
   T* first = blocks_[0].stream_in;
   kernels::embedding_forward(kernels::EmbeddingForward<T>{.out = config_.embedding_norm ? embedded_ : first,
                                                           .wte = wte_,
                                                           .wpe = wpe_,
                                                           .tokens = tokens_,
                                                           .N = N,
-                                                          .row_tokens = shape_.row_tokens,
+                                                          .row_tokens = pass_.row_tokens,
                                                           .C = config_.width},
                              exec());
   if (config_.embedding_norm) norm_forward(first, norm_in_mean_, norm_in_rstd_, embedded_, norm_in_gain_, norm_in_shift_);
@@ -242,7 +218,7 @@ void Gpt<T>::forward() {
 
 template <class T>
 void Gpt<T>::forward_block(Block& block, T* stream_out) {
-  const int64_t N = shape_.tokens;
+  const int64_t N = pass_.tokens;
   const int C = config_.width, H = config_.num_heads;
   norm_forward(block.norm1, block.norm1_mean, block.norm1_rstd, block.stream_in, block.norm1_gain, block.norm1_shift);
   kernels::qkv_forward(kernels::QkvForward<T>{.qkv = block.qkv,
@@ -253,7 +229,7 @@ void Gpt<T>::forward_block(Block& block, T* stream_out) {
                                               .rotary_cos = rotary_cos_,
                                               .rotary_sin = rotary_sin_,
                                               .N = N,
-                                              .row_tokens = shape_.row_tokens,
+                                              .row_tokens = pass_.row_tokens,
                                               .C = C,
                                               .H = H,
                                               .eps = config_.norm_eps},
@@ -268,7 +244,7 @@ void Gpt<T>::forward_block(Block& block, T* stream_out) {
                                                           .stride = 3 * C,
                                                           .H = H,
                                                           .D = C / H,
-                                                          .window = block.window,
+                                                          .window = window(block),
                                                           .scale = attention_scale(config_)},
                              exec());
   kernels::linear_forward(kernels::LinearForward<T>{.out = block.stream_mid,
@@ -298,7 +274,8 @@ void Gpt<T>::forward_block(Block& block, T* stream_out) {
 }
 
 template <class T>
-void Gpt<T>::head(bool with_gradients, const Acc<T>* grad_scale) {
+void Gpt<T>::head(const Acc<T>* grad_scale, const kernels::LossWeights<T>* weights) {
+  const bool with_gradients = grad_scale != nullptr;
   kernels::head_loss(kernels::HeadLoss<T>{.loss = losses_,
                                           .dinp = with_gradients ? dbranch_ : nullptr,
                                           .dweight = with_gradients ? dhead_weight_ : nullptr,
@@ -307,14 +284,18 @@ void Gpt<T>::head(bool with_gradients, const Acc<T>* grad_scale) {
                                           .weight = head_weight_,
                                           .bias = head_bias_,
                                           .targets = targets_,
+                                          .loss_weights = stage().loss_terms > 1 ? weights : nullptr,
+                                          .loss_terms = stage().loss_terms,
+                                          .prefix = nullptr,
+                                          .row_tokens = pass_.row_tokens,
                                           .grad_scale = grad_scale,
                                           .logits = logits_,
                                           .scratch = scratch_,
-                                          .N = shape_.tokens,
+                                          .N = pass_.tokens,
                                           .chunk = shape_.logits_chunk,
                                           .C = config_.width,
                                           .V = static_cast<int>(vocabulary_),
-                                          .softcap = softcap(config_.softcap),
+                                          .softcap = softcap_of(config_.softcap),
                                           .softcap_value = config_.softcap_value},
                      exec());
 }
@@ -322,13 +303,13 @@ void Gpt<T>::head(bool with_gradients, const Acc<T>* grad_scale) {
 template <class T>
 void Gpt<T>::evaluate() {
   forward();
-  head(false, nullptr);
+  head(nullptr, nullptr);
 }
 
 template <class T>
-void Gpt<T>::forward_backward(const Acc<T>* grad_scale) {
+void Gpt<T>::forward_backward(const Acc<T>* grad_scale, const kernels::LossWeights<T>* weights) {
   forward();
-  head(true, grad_scale);
+  head(grad_scale, weights);
   norm_backward(dbranch_, stream_out_, norm_out_mean_, norm_out_rstd_, norm_out_gain_, dnorm_out_gain_, dnorm_out_shift_, false);
   for (size_t l = blocks_.size(); l-- > 0;) backward_block(blocks_[l]);
   if (config_.embedding_norm) {
@@ -339,8 +320,8 @@ void Gpt<T>::forward_backward(const Acc<T>* grad_scale) {
                                                             .dout = dstream_,
                                                             .tokens = tokens_,
                                                             .scratch = sort_scratch_,
-                                                            .N = shape_.tokens,
-                                                            .row_tokens = shape_.row_tokens,
+                                                            .N = pass_.tokens,
+                                                            .row_tokens = pass_.row_tokens,
                                                             .C = config_.width,
                                                             .V = static_cast<int>(vocabulary_)},
                               exec());
@@ -348,7 +329,7 @@ void Gpt<T>::forward_backward(const Acc<T>* grad_scale) {
 
 template <class T>
 void Gpt<T>::backward_block(Block& block) {
-  const int64_t N = shape_.tokens;
+  const int64_t N = pass_.tokens;
   const int C = config_.width, H = config_.num_heads;
   kernels::mlp_backward(kernels::MlpBackward<T>{.dinp = dbranch_,
                                                 .dup_weight = block.dup_weight,
@@ -396,7 +377,7 @@ void Gpt<T>::backward_block(Block& block) {
                                                             .stride = 3 * C,
                                                             .H = H,
                                                             .D = C / H,
-                                                            .window = block.window,
+                                                            .window = window(block),
                                                             .scale = attention_scale(config_)},
                               exec());
   kernels::qkv_backward(kernels::QkvBackward<T>{.dinp = dbranch_,
@@ -411,7 +392,7 @@ void Gpt<T>::backward_block(Block& block) {
                                                 .rotary_sin = rotary_sin_,
                                                 .scratch = scratch_,
                                                 .N = N,
-                                                .row_tokens = shape_.row_tokens,
+                                                .row_tokens = pass_.row_tokens,
                                                 .C = C,
                                                 .H = H},
                         exec());
@@ -429,15 +410,10 @@ std::vector<float> Gpt<T>::logits_at(int64_t position) {
                                               .N = 1,
                                               .C = config_.width,
                                               .V = static_cast<int>(vocabulary_),
-                                              .softcap = softcap(config_.softcap),
+                                              .softcap = softcap_of(config_.softcap),
                                               .softcap_value = config_.softcap_value},
                        exec());
-  std::vector<T> raw(static_cast<size_t>(vocabulary_));
-  device_.copy_out(raw.data(), logits_, raw.size() * sizeof(T));
-  device_.synchronize();
-  std::vector<float> logits(raw.size());
-  std::transform(raw.begin(), raw.end(), logits.begin(), [](T value) { return static_cast<float>(value); });
-  return logits;
+  return this->read_row(logits_, vocabulary_);
 }
 
 template class Gpt<float>;

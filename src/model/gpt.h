@@ -1,54 +1,43 @@
 #pragma once
-// The model: forward and backward as explicit lists of op calls, the same code on every device (T = bf16: CUDA; float: CPU; double:
-// CPU, for finite differences). One object serves micro-batches of up to N tokens, made of whole rows.
+// GPT-2 and the Optimization Track's model.
 #include <cstdint>
 #include <vector>
 
-#include "kernels/base/step_values.h"
-#include "src/config/config.h"
-#include "src/core/device.h"
-#include "src/core/memory_plan.h"
-#include "src/core/parameter.h"
+#include "src/model/model.h"
 
 namespace speedrun {
 
-struct GptShape {
-  int64_t tokens = 0;        // N of a micro-batch
-  int64_t row_tokens = 0;    // T, length of a row; positions restart at each
-  int64_t logits_chunk = 0;  // tokens whose logits exist at once
-  bool training = true;      // false: no gradients, activations of one layer at a time
-};
-
 template <class T>
-class Gpt {
+class Gpt : public Model<T> {
  public:
-  Gpt(const Config::Model& config, const GptShape& shape, Device& device, Parameters<T>& parameters);
+  Gpt(const Config& config, const ModelShape& shape, std::vector<ModelStage> stages, Device& device, Parameters<T>& parameters);
 
-  void plan(MemoryPlan& memory);
-  void prepare();  // after allocation: fills constant tables (rotary); synchronous
-
-  // Batch of the next call, in device memory; the caller fills them in order before the call.
-  int32_t* tokens() { return tokens_; }        // (N)
-  int32_t* targets() { return targets_; }      // (N)
-  int32_t* doc_start() { return doc_start_; }  // (N) absolute index in the micro-batch, non-decreasing
-
-  // Adds the gradients of Σ grad_scale·loss[t] to the parameters' and leaves loss[t]; asynchronous, capturable.
-  void forward_backward(const Acc<T>* grad_scale);
-  void evaluate();                                  // loss[t] only
-  const Acc<T>* losses() const { return losses_; }  // (N)
-
-  // Capped logits (V) of the token at `position`, to host memory; synchronous. Runs the forward pass over all N tokens.
-  std::vector<float> logits_at(int64_t position);
-
-  const GptShape& shape() const { return shape_; }
+  void plan(MemoryPlan& memory) override;
+  void prepare() override;
+  void forward_backward(const Acc<T>* grad_scale, const kernels::LossWeights<T>* weights) override;
+  void evaluate() override;
+  std::vector<float> logits_at(int64_t position) override;
 
  private:
+  using Model<T>::config_;
+  using Model<T>::shape_;
+  using Model<T>::device_;
+  using Model<T>::parameters_;
+  using Model<T>::pass_;
+  using Model<T>::tokens_;
+  using Model<T>::targets_;
+  using Model<T>::doc_start_;
+  using Model<T>::prefix_;
+  using Model<T>::losses_;
+  using Model<T>::exec;
+  using Model<T>::stage;
+
   struct Block {  // one layer's parameters, gradients and saved activations
     T *norm1_gain, *norm1_shift, *qkv_weight, *qkv_bias, *out_weight, *out_bias;
     T *norm2_gain, *norm2_shift, *up_weight, *up_bias, *down_weight, *down_bias;
     Acc<T>*dnorm1_gain, *dnorm1_shift, *dqkv_weight, *dqkv_bias, *dout_weight, *dout_bias;
     Acc<T>*dnorm2_gain, *dnorm2_shift, *dup_weight, *dup_bias, *ddown_weight, *ddown_bias;
-    int64_t window;
+    WindowKind window;
     T* stream_in;                                              // (N, C) residual stream before the layer
     T* norm1;                                                  // (N, C)
     T* qkv;                                                    // (N, 3C)
@@ -66,19 +55,14 @@ class Gpt {
   void forward();
   void forward_block(Block& block, T* stream_out);
   void backward_block(Block& block);
-  void head(bool with_gradients, const Acc<T>* grad_scale);
+  void head(const Acc<T>* grad_scale, const kernels::LossWeights<T>* weights);
+  int64_t window(const Block& block) const;
   T* stream_after(int layer);  // residual stream after layer `layer`
 
   void norm_forward(T* out, Acc<T>* mean, Acc<T>* rstd, const T* inp, const T* gain, const T* shift);
   void norm_backward(const T* dout, const T* inp, const Acc<T>* mean, const Acc<T>* rstd, const T* gain, Acc<T>* dgain,
                      Acc<T>* dshift, bool add);
 
-  const kernels::Exec<T>& exec() const { return device_.template exec<T>(); }
-
-  Config::Model config_;
-  GptShape shape_;
-  Device& device_;
-  Parameters<T>& parameters_;
   int64_t vocabulary_;
   std::vector<Block> blocks_;
 
@@ -87,8 +71,6 @@ class Gpt {
   Acc<T>*dwte_ = nullptr, *dwpe_ = nullptr, *dnorm_in_gain_ = nullptr, *dnorm_in_shift_ = nullptr;
   Acc<T>*dnorm_out_gain_ = nullptr, *dnorm_out_shift_ = nullptr, *dhead_weight_ = nullptr, *dhead_bias_ = nullptr;
 
-  int32_t *tokens_ = nullptr, *targets_ = nullptr, *doc_start_ = nullptr;
-  Acc<T>* losses_ = nullptr;
   Acc<T>*rotary_cos_ = nullptr, *rotary_sin_ = nullptr;  // (T, D/2)
 
   T* embedded_ = nullptr;  // (N, C) before the embedding norm
@@ -106,11 +88,5 @@ class Gpt {
   Acc<T>* scratch_ = nullptr;  // partial column sums
   void* sort_scratch_ = nullptr;
 };
-
-// Keys the average query of `doc_start` sees, window included: for FLOP counts.
-double mean_attended(const int32_t* doc_start, int64_t n, int64_t window);
-
-// Window of each layer in tokens (0: none), from the config.
-std::vector<int64_t> layer_windows(const Config::Model& model);
 
 }  // namespace speedrun

@@ -46,16 +46,35 @@ Config::Model tiny_optimization_track() {
 
 std::vector<ParameterSpec> table_of(const Config::Model& model) { return parameter_table(model, Config::Optim{}); }
 
+Config config_of(const Config::Model& model) {
+  Config config;
+  config.model = model;
+  return config;
+}
+
+struct Shape {
+  int64_t tokens, row_tokens, logits_chunk;
+  bool training;
+};
+
 // A model with memory of its own, its parameters moved away from special points (zeros, equal values).
 template <class T>
 struct Instance {
-  Instance(const Config::Model& model, const GptShape& shape, int threads = 2, double spread = 0.3)
-      : device(make_cpu_device(threads)), parameters(table_of(model)), gpt(model, shape, *device, parameters) {
+  Instance(const Config::Model& model, const Shape& shape, int threads = 2, double spread = 0.3)
+      : device(make_cpu_device(threads)),
+        parameters(table_of(model)),
+        gpt(config_of(model),
+            {.max_tokens = shape.tokens,
+             .max_row_tokens = shape.row_tokens,
+             .logits_chunk = shape.logits_chunk,
+             .training = shape.training},
+            {ModelStage{.window_short = model.window_short, .window_long = model.window_long}}, *device, parameters) {
     MemoryPlan plan;
     parameters.plan(plan);
     gpt.plan(plan);
     arena = std::make_unique<Arena>(*device, plan);
     gpt.prepare();
+    gpt.set_pass({.tokens = shape.tokens, .row_tokens = shape.row_tokens});
     for (int p = 0; p < parameters.size(); ++p) {
       const ParameterSpec& spec = parameters.spec(p);
       std::vector<Acc<T>> master(static_cast<size_t>(spec.count()));
@@ -76,7 +95,7 @@ struct Instance {
   double objective(double scale) {
     gpt.evaluate();
     double sum = 0;
-    for (int64_t t = 0; t < gpt.shape().tokens; ++t) sum += scale * static_cast<double>(gpt.losses()[t]);
+    for (int64_t t = 0; t < gpt.pass().tokens; ++t) sum += scale * static_cast<double>(gpt.losses()[t]);
     return sum;
   }
 
@@ -87,10 +106,10 @@ struct Instance {
 };
 
 void check_every_gradient(const Config::Model& model) {
-  const GptShape shape{.tokens = 18, .row_tokens = 9, .logits_chunk = 7, .training = true};
+  const Shape shape{.tokens = 18, .row_tokens = 9, .logits_chunk = 7, .training = true};
   Instance<double> run(model, shape);
   const double scale = 0.7;
-  run.gpt.forward_backward(&scale);
+  run.gpt.forward_backward(&scale, nullptr);
   for (int p = 0; p < run.parameters.size(); ++p) {
     const ParameterSpec& spec = run.parameters.spec(p);
     const std::vector<double> grad = run.parameters.read_grad(*run.device, p);
@@ -138,18 +157,18 @@ TEST(Gpt, EveryGradientWithWindowsAndSigmoidSoftcapMatchesFiniteDifferences) {
 
 TEST(Gpt, GradientsAddUpOverMicroBatches) {
   const Config::Model model = tiny_gpt2();
-  const GptShape whole{.tokens = 36, .row_tokens = 9, .logits_chunk = 36, .training = true};
-  const GptShape half{.tokens = 18, .row_tokens = 9, .logits_chunk = 5, .training = true};
+  const Shape whole{.tokens = 36, .row_tokens = 9, .logits_chunk = 36, .training = true};
+  const Shape half{.tokens = 18, .row_tokens = 9, .logits_chunk = 5, .training = true};
   Instance<double> a(model, whole), b(model, half);
   const double scale = 1;
-  a.gpt.forward_backward(&scale);
+  a.gpt.forward_backward(&scale, nullptr);
   for (int part = 0; part < 2; ++part) {
     for (int64_t t = 0; t < 18; ++t) {
       b.gpt.tokens()[t] = a.gpt.tokens()[part * 18 + t];
       b.gpt.targets()[t] = a.gpt.targets()[part * 18 + t];
       b.gpt.doc_start()[t] = a.gpt.doc_start()[part * 18 + t] - part * 18;
     }
-    b.gpt.forward_backward(&scale);
+    b.gpt.forward_backward(&scale, nullptr);
   }
   for (int p = 0; p < a.parameters.size(); ++p) {
     const auto ga = a.parameters.read_grad(*a.device, p), gb = b.parameters.read_grad(*b.device, p);
@@ -160,11 +179,11 @@ TEST(Gpt, GradientsAddUpOverMicroBatches) {
 
 TEST(Gpt, SameBitsForAnyNumberOfThreads) {
   const Config::Model model = tiny_optimization_track();
-  const GptShape shape{.tokens = 90, .row_tokens = 9, .logits_chunk = 33, .training = true};
+  const Shape shape{.tokens = 90, .row_tokens = 9, .logits_chunk = 33, .training = true};
   Instance<float> a(model, shape, 1), b(model, shape, 3);
   const float scale = 1;
-  a.gpt.forward_backward(&scale);
-  b.gpt.forward_backward(&scale);
+  a.gpt.forward_backward(&scale, nullptr);
+  b.gpt.forward_backward(&scale, nullptr);
   for (int p = 0; p < a.parameters.size(); ++p) {
     EXPECT_EQ(a.parameters.read_grad(*a.device, p), b.parameters.read_grad(*b.device, p)) << a.parameters.spec(p).name;
   }
@@ -172,7 +191,7 @@ TEST(Gpt, SameBitsForAnyNumberOfThreads) {
 
 TEST(Gpt, AnInferenceModelSharesLayersBuffersAndGivesTheSameLosses) {
   for (const Config::Model& model : {tiny_gpt2(), tiny_optimization_track()}) {
-    GptShape shape{.tokens = 18, .row_tokens = 9, .logits_chunk = 18, .training = true};
+    Shape shape{.tokens = 18, .row_tokens = 9, .logits_chunk = 18, .training = true};
     Instance<float> a(model, shape);
     shape.training = false;
     Instance<float> b(model, shape);

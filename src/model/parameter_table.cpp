@@ -5,9 +5,8 @@
 #include "fmt/format.h"
 
 namespace speedrun {
-namespace {
 
-kernels::MasterSplit split_of(const Config::Group& group) {
+kernels::MasterSplit master_split(const Config::Group& group) {
   switch (group.master) {
     case MasterKind::nearest:
       return kernels::MasterSplit::nearest;
@@ -18,6 +17,8 @@ kernels::MasterSplit split_of(const Config::Group& group) {
   }
   throw Error("internal: unknown master kind");
 }
+
+namespace {
 
 // Standard deviations of the weights' initial values.
 struct InitScales {
@@ -36,17 +37,18 @@ InitScales init_scales(const Config::Model& model) {
 
 }  // namespace
 
-int64_t padded_vocabulary(const Config::Model& model) {
-  return (model.vocab_size + model.vocab_padding - 1) / model.vocab_padding * model.vocab_padding;
-}
-
 std::vector<ParameterSpec> parameter_table(const Config::Model& model, const Config::Optim& optim) {
-  const int64_t V = padded_vocabulary(model), C = model.width, F = model.mlp_hidden;
+  if (model.architecture == Architecture::main_track) return main_track_parameters(model, optim);
+  const int64_t V = model.padded_vocab_size(), C = model.width, F = model.mlp_hidden;
   const InitScales scales = init_scales(model);
   std::vector<ParameterSpec> table;
   const auto add = [&](const std::string& name, std::vector<int64_t> shape, ParameterGroup group, const Config::Group& settings,
                        double std, double mean = 0, int matrices = 1) {
-    table.push_back({name, std::move(shape), group, split_of(settings), std, mean, matrices});
+    ParameterSpec spec{.name = name, .shape = std::move(shape), .group = group, .split = master_split(settings)};
+    spec.init_std = std;
+    spec.init_mean = mean;
+    spec.matrices = matrices;
+    table.push_back(std::move(spec));
   };
   const auto add_matrix = [&](const std::string& name, int64_t rows, int64_t cols, double std, int matrices = 1) {
     add(name + ".weight", {rows, cols}, ParameterGroup::matrix, optim.matrix, std, 0, matrices);
@@ -75,13 +77,6 @@ std::vector<ParameterSpec> parameter_table(const Config::Model& model, const Con
   if (!model.tied_head) add("head.weight", {V, C}, ParameterGroup::head, optim.head, scales.head);
   if (model.head_bias) add("head.bias", {V}, ParameterGroup::vector, optim.vector, 0);
   return table;
-}
-
-double flops_per_token(const Config::Model& model, const std::vector<double>& attended) {
-  const double C = model.width, F = model.mlp_hidden, V = static_cast<double>(padded_vocabulary(model));
-  double flops = 6 * (model.num_layers * (4 * C * C + 2 * C * F) + V * C);
-  for (const double keys : attended) flops += 12 * C * keys;
-  return flops;
 }
 
 }  // namespace speedrun

@@ -12,11 +12,10 @@
 #include <set>
 
 #include "src/core/random.h"
+#include "src/optim/test_formulas.h"
 
 namespace speedrun {
 namespace {
-
-using Values = std::vector<double>;
 
 // One parameter of each group that the tests need: vectors that do not fill the padded rows of the buffer, a tensor of three
 // matrices, a tall and a wide matrix. "qkv" and "out" share a shape, so one batch holds four matrices.
@@ -123,77 +122,6 @@ double distance(const Values& a, const Values& b) {
   return difference / largest;
 }
 
-// AdamW (Loshchilov & Hutter 2019), decay first, on one parameter.
-struct PlainAdamW {
-  Values m, v;
-  int updates = 0;
-
-  void update(Values& weight, const Values& gradient, const Config::Group& group, double lr, double decay) {
-    m.resize(weight.size());
-    v.resize(weight.size());
-    ++updates;
-    for (size_t i = 0; i < weight.size(); ++i) {
-      weight[i] *= 1 - lr * decay;
-      m[i] = group.beta1 * m[i] + (1 - group.beta1) * gradient[i];
-      v[i] = group.beta2 * v[i] + (1 - group.beta2) * gradient[i] * gradient[i];
-      const double m_hat = m[i] / (1 - std::pow(group.beta1, updates)), v_hat = v[i] / (1 - std::pow(group.beta2, updates));
-      weight[i] -= lr * m_hat / (std::sqrt(v_hat) + group.eps);
-    }
-  }
-};
-
-// (rows, inner) x (inner, cols)
-Values product(const Values& a, const Values& b, int rows, int inner, int cols) {
-  Values c(static_cast<size_t>(rows * cols));
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < cols; ++j) {
-      for (int k = 0; k < inner; ++k)
-        c[static_cast<size_t>(i * cols + j)] += a[static_cast<size_t>(i * inner + k)] * b[static_cast<size_t>(k * cols + j)];
-    }
-  }
-  return c;
-}
-
-Values transpose(const Values& a, int rows, int cols) {
-  Values t(a.size());
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < cols; ++j) t[static_cast<size_t>(j * rows + i)] = a[static_cast<size_t>(i * cols + j)];
-  }
-  return t;
-}
-
-// Muon (Jordan et al. 2024) on one (rows, cols) matrix.
-struct PlainMuon {
-  Values momentum;
-
-  void update(Values& weight, const Values& gradient, int rows, int cols, const Config::Optim::Muon& muon, double mu, double lr,
-              double decay) {
-    momentum.resize(weight.size());
-    Values x(weight.size());
-    double squares = 0;
-    for (size_t i = 0; i < x.size(); ++i) {
-      momentum[i] = mu * momentum[i] + (1 - mu) * gradient[i];
-      x[i] = muon.nesterov ? (1 - mu) * gradient[i] + mu * momentum[i] : momentum[i];
-      squares += x[i] * x[i];
-    }
-    const bool tall = rows > cols;
-    const int m = std::min(rows, cols), n = std::max(rows, cols);
-    if (tall) x = transpose(x, rows, cols);
-    for (double& value : x) value /= std::sqrt(squares) * muon.norm_margin + muon.eps;
-    for (int iteration = 0; iteration < muon.iterations; ++iteration) {
-      const auto& k = muon.coefficients[std::min(static_cast<size_t>(iteration), muon.coefficients.size() - 1)];
-      const Values a = product(x, transpose(x, m, n), m, n, m);
-      Values b = product(a, a, m, m, m);
-      for (size_t i = 0; i < b.size(); ++i) b[i] = k[1] * a[i] + k[2] * b[i];
-      const Values bx = product(b, x, m, m, n);
-      for (size_t i = 0; i < x.size(); ++i) x[i] = k[0] * x[i] + bx[i];
-    }
-    if (tall) x = transpose(x, m, n);
-    const double size = lr * std::sqrt(std::max(1.0, static_cast<double>(rows) / cols));
-    for (size_t i = 0; i < x.size(); ++i) weight[i] = weight[i] * (1 - lr * decay) - size * x[i];
-  }
-};
-
 template <class T>
 class OptimizerOf : public ::testing::Test {
  protected:
@@ -233,6 +161,97 @@ TYPED_TEST(OptimizerOf, AdamWFollowsItsFormulaInEveryGroup) {
     }
   }
   EXPECT_EQ(plain[7].updates, 3) << "head: updates in steps 1, 3 and 5";
+}
+
+TYPED_TEST(OptimizerOf, CautiousAdamFollowsItsFormulaAndSparesWhatNeverDecays) {
+  Config config = config_of(OptimizerKind::adam);
+  for (Config::Group* group : {&config.optim.embedding, &config.optim.vector, &config.optim.head})
+    group->optimizer = OptimizerKind::adam;
+  config.optim.embedding.weight_decay = 40;  // the squared rate makes it small
+  config.optim.vector.weight_decay = 50;
+  config.optim.head.eps = 0.01;
+  std::vector<ParameterSpec> specs = table();
+  specs[3].decay = false;  // "shift"; "gain" of the same group decays
+  Instance<TypeParam> run(config, specs);
+  // Where gradients cancel in m, rounding would decide whether a weight decays: each element's keep their sign.
+  const auto gradient_of = [&](int p, int step) {
+    Values gradient = run.gradient_of(p, step);
+    const Values signs = run.gradient_of(p, 0);
+    for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = std::copysign(gradient[i], signs[i]);
+    return gradient;
+  };
+  std::map<int, PlainCautiousAdam> plain;
+  std::map<int, Values> weights, sums;
+  for (int p = 0; p < run.parameters.size(); ++p) weights[p] = run.weight(p);
+  for (int step = 0; step < 7; ++step) {
+    for (int p = 0; p < run.parameters.size(); ++p) {
+      const Values gradient = gradient_of(p, step);
+      sums[p].resize(gradient.size());
+      for (size_t i = 0; i < gradient.size(); ++i) {
+        run.parameters.grad(p)[i] += static_cast<Acc<TypeParam>>(gradient[i]);
+        sums[p][i] += gradient[i];
+      }
+    }
+    run.update(step);
+    const double factor = lr_factor(run.config.schedule, step);
+    for (int p = 0; p < run.parameters.size(); ++p) {
+      const ParameterSpec& spec = run.parameters.spec(p);
+      const Config::Group& group = group_of(run.config, spec);
+      if (group.every == 2 && step % 2 == 0) continue;
+      plain[p].update(weights[p], sums[p], group, group.lr * group.lr_multiplier * factor,
+                      spec.decay ? group.weight_decay * group.weight_decay_multiplier : 0);
+      EXPECT_LT(distance(run.weight(p), weights[p]), this->kTolerance) << spec.name << " after step " << step;
+      EXPECT_LT(distance(run.state("adam.m/" + spec.name), plain[p].m), this->kTolerance) << spec.name << " step " << step;
+      EXPECT_LT(distance(run.state("adam.v/" + spec.name), plain[p].v), this->kTolerance) << spec.name << " step " << step;
+      sums[p].assign(sums[p].size(), 0);
+    }
+  }
+}
+
+TYPED_TEST(OptimizerOf, NorMuonFollowsItsFormulaInTwoGroupsOfOneBatch) {
+  Config config = config_of(OptimizerKind::normuon);
+  config.optim.matrix.lr_multiplier = 1;
+  config.optim.matrix.weight_decay = 1.2;
+  config.optim.down = config.optim.matrix;
+  config.optim.down.lr_multiplier = 2;
+  config.optim.muon.norm_margin = 1.02;
+  config.optim.muon.eps = 1e-6;
+  std::vector<ParameterSpec> specs = table();
+  ParameterSpec twin = specs[5];  // "up", in the other group and thus twice as fast
+  twin.name = "twin";
+  twin.group = ParameterGroup::down;
+  specs.push_back(twin);
+  specs[4].decay = false;  // "out" shares its batch with "qkv"
+  Instance<TypeParam> run(config, specs);
+  std::map<std::pair<int, int>, PlainNorMuon> plain;
+  std::map<int, Values> weights;
+  for (int p = 0; p < run.parameters.size(); ++p) weights[p] = run.weight(p);
+  for (int step = 0; step < 5; ++step) {
+    run.add_gradient(step);
+    run.update(step);
+    for (const char* name : {"qkv", "out", "up", "down", "twin"}) {
+      const int p = run.parameters.index(name);
+      const ParameterSpec& spec = run.parameters.spec(p);
+      const Config::Group& group = group_of(config, spec);
+      const int rows = static_cast<int>(spec.shape[0]) / spec.matrices, cols = static_cast<int>(spec.shape[1]);
+      const std::ptrdiff_t size = rows * cols;
+      const Values gradient = run.gradient_of(p, step);
+      Values seconds;
+      for (int part = 0; part < spec.matrices; ++part) {
+        Values weight(weights[p].begin() + part * size, weights[p].begin() + (part + 1) * size);
+        const Values its_gradient(gradient.begin() + part * size, gradient.begin() + (part + 1) * size);
+        PlainNorMuon& matrix = plain[{p, part}];
+        matrix.update(weight, its_gradient, rows, cols, config.optim.muon, muon_momentum(config, step),
+                      group.lr * lr_factor(config.schedule, step), group.lr_multiplier, spec.decay ? group.weight_decay : 0);
+        std::copy(weight.begin(), weight.end(), weights[p].begin() + part * size);
+        seconds.insert(seconds.end(), matrix.second.begin(), matrix.second.end());
+      }
+      EXPECT_LT(distance(run.weight(p), weights[p]), 10 * this->kTolerance) << name << " after step " << step;
+      EXPECT_LT(distance(run.state("normuon.second/" + spec.name), seconds), 10 * this->kTolerance)
+          << name << " after step " << step;
+      EXPECT_EQ(run.grad(p), Values(gradient.size(), 0)) << name;
+    }
+  }
 }
 
 TYPED_TEST(OptimizerOf, MuonFollowsItsFormulaOnEveryMatrixOfATensor) {
@@ -398,6 +417,83 @@ TYPED_TEST(OptimizerOf, StateListsEveryTensorOnceAndResetZeroesIt) {
     EXPECT_EQ(run.grad(p), Values(static_cast<size_t>(run.parameters.spec(p).count()), 0)) << run.parameters.spec(p).name;
 }
 
+TYPED_TEST(OptimizerOf, NorMuonsStateHasAStatisticPerLineOfEveryMatrix) {
+  Instance<TypeParam> run(config_of(OptimizerKind::normuon));
+  std::map<std::string, int64_t> listed;
+  for (const StateTensor& tensor : run.optimizer.state()) listed.emplace(tensor.name, tensor.count);
+  EXPECT_EQ(listed.at("normuon.second/qkv"), 18) << "three matrices of 4 x 6: one per column";
+  EXPECT_EQ(listed.at("normuon.second/out"), 6);
+  EXPECT_EQ(listed.at("normuon.second/up"), 9) << "9 x 4: one per row";
+  EXPECT_EQ(listed.at("normuon.second/down"), 9);
+  EXPECT_EQ(listed.at("muon.momentum/qkv"), 72);
+  EXPECT_EQ(listed.count("adam.m/qkv"), 0u);
+}
+
+// Embedding and head as one matrix until the split, every second step, as in the Main Track.
+std::vector<ParameterSpec> tied_table() {
+  std::vector<ParameterSpec> specs;
+  for (const auto& [name, group] : {std::pair{"wte", ParameterGroup::embedding}, {"head.weight", ParameterGroup::head}}) {
+    ParameterSpec row;
+    row.name = name;
+    row.shape = {5, 6};
+    row.group = group;
+    specs.push_back(row);
+  }
+  return specs;
+}
+
+Config tied_config() {
+  Config config;
+  config.schedule.steps = 20;
+  config.schedule.split_step = 7;
+  config.model.tied_until_split = true;
+  config.optim.head = {.optimizer = OptimizerKind::adam, .lr = 0.01, .beta1 = 0.5, .beta2 = 0.95, .weight_decay = 5, .every = 2};
+  config.optim.embedding = config.optim.head;
+  return config;
+}
+
+TYPED_TEST(OptimizerOf, TiedEmbeddingWaitsForTheSplitAndGoesOnFromTheHead) {
+  Instance<TypeParam> run(tied_config(), tied_table());
+  const Values before = run.weight(0);
+  for (int step = 0; step <= 7; ++step) {
+    for (int64_t i = 0; i < 30; ++i)
+      run.parameters.grad(1)[i] += static_cast<Acc<TypeParam>>(run.gradient_of(1, step)[static_cast<size_t>(i)]);
+    run.update(step);
+    const StepValues values = schedule_at(run.config, step);
+    EXPECT_TRUE(values.tied);
+    EXPECT_EQ(values.split, step == 7);
+    EXPECT_EQ(run.weight(0), before) << "a tied embedding moved in step " << step;
+    EXPECT_EQ(run.state("adam.m/wte"), Values(30, 0));
+  }
+  run.optimizer.split_embedding();
+  EXPECT_EQ(run.weight(0), run.weight(1));
+  EXPECT_EQ(run.state("adam.m/wte"), run.state("adam.m/head.weight"));
+  EXPECT_EQ(run.state("adam.v/wte"), run.state("adam.v/head.weight"));
+  EXPECT_NE(run.state("adam.v/wte"), Values(30, 0));
+
+  // With the same gradients and rates the two stay the same from there on: Adam counts the same updates for both.
+  for (int step = 8; step < 12; ++step) {
+    for (const int p : {0, 1}) {
+      for (int64_t i = 0; i < 30; ++i)
+        run.parameters.grad(p)[i] += static_cast<Acc<TypeParam>>(run.gradient_of(1, step)[static_cast<size_t>(i)]);
+    }
+    const Values last = run.weight(0);
+    run.update(step);
+    EXPECT_EQ(run.weight(0) == last, step % 2 == 0) << "step " << step;
+    EXPECT_EQ(run.weight(0), run.weight(1)) << "step " << step;
+  }
+}
+
+TEST(Optimizer, SplittingWithoutAHeadIsRefusedByName) {
+  Instance<float> run(config_of(OptimizerKind::adamw));
+  try {
+    run.optimizer.split_embedding();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("head.weight"), std::string::npos) << error.what();
+  }
+}
+
 TYPED_TEST(OptimizerOf, StateCopiedToAnotherRunGoesOnWithTheSameBits) {
   Instance<TypeParam> whole(config_of(OptimizerKind::muon)), resumed(config_of(OptimizerKind::muon));
   for (int step = 0; step < 3; ++step) {
@@ -437,6 +533,26 @@ TEST(Optimizer, GradScaleFollowsTheReduction) {
   EXPECT_EQ(Optimizer<float>::inputs_of(config, schedule_at(config, 0), 0).grad_scale, 1.0f / 4096);
   config.train.reduction = ReductionKind::sum;
   EXPECT_EQ(Optimizer<float>::inputs_of(config, schedule_at(config, 0), 0).grad_scale, 1.0f);
+  config.train.reduction = ReductionKind::row_mean;
+  config.train.seq_len = 512;
+  EXPECT_EQ(Optimizer<float>::inputs_of(config, schedule_at(config, 0), 0).grad_scale, 1.0f / 8) << "8 rows of 512";
+  config.data.reader = ReaderKind::documents;
+  config.data.document_rows = 4;
+  EXPECT_EQ(Optimizer<float>::inputs_of(config, schedule_at(config, 0), 0).grad_scale, 1.0f / 4);
+}
+
+TEST(Optimizer, LossWeightsFollowTheStage) {
+  Config config;
+  config.schedule.stages[0] = {.steps = 10, .mtp_start = {1, 0.5, 0.25}, .mtp_end = {1, 0.5, 0}, .prefix_start = 0.25};
+  config.schedule.stages[1] = {.steps = 10};
+  const auto weights = [&](int step) { return Optimizer<float>::inputs_of(config, schedule_at(config, step), step).loss_weights; };
+  EXPECT_EQ(weights(0).next[2], 0.25f);
+  EXPECT_NEAR(weights(4).next[2], 0.15, 1e-6);
+  EXPECT_EQ(weights(4).next[1], 0.5f);
+  EXPECT_NEAR(weights(4).prefix, 0.15, 1e-6);
+  EXPECT_EQ(weights(10).next[0], 1.0f);
+  EXPECT_EQ(weights(10).next[1], 0.0f);
+  EXPECT_EQ(weights(10).prefix, 0.0f);
 }
 
 TEST(Optimizer, TheMaskHasTheGroupsThatAreDue) {

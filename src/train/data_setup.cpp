@@ -1,9 +1,18 @@
 #include "src/train/data_setup.h"
 
+#include <algorithm>
+
 #include "kernels/base/error.h"
 #include "src/optim/schedule.h"
 
 namespace speedrun {
+namespace {
+
+StepShape shape_of(const StageValues& stage) {
+  return {.batch_tokens = stage.batch_tokens, .row_tokens = stage.row_tokens, .max_seq_len = stage.max_seq_len};
+}
+
+}  // namespace
 
 ReaderOptions train_reader_options(const Config& config) {
   if (config.data.train.empty())
@@ -26,20 +35,28 @@ ValidationReader make_validation_reader(const Config& config) {
                            .vocab_size = config.model.vocab_size,
                            .bos_id = config.model.vocab_size - 1,
                            .tokens = config.eval.tokens,
-                           .row_tokens = row_tokens(config),
+                           .row_tokens = eval_row_tokens(config),
                            .borders = config.data.reader == ReaderKind::rows ? DocumentBorders::ignored : DocumentBorders::kept});
 }
 
 int64_t row_tokens(const Config& config) {
-  return config.data.reader == ReaderKind::rows ? config.train.seq_len : config.train.batch_tokens / config.data.document_rows;
+  int64_t longest = 0;
+  for (const StageValues& stage : stages_of(config)) longest = std::max(longest, stage.row_tokens);
+  return longest;
+}
+
+int64_t eval_row_tokens(const Config& config) {
+  return config.eval.row_tokens != 0 ? config.eval.row_tokens : stages_of(config).front().row_tokens;
 }
 
 StepShape step_shape(const Config& config, int step) {
-  return {.batch_tokens = schedule_at(config, step).batch_tokens,
-          .row_tokens = row_tokens(config),
-          .max_seq_len = config.data.max_seq_len};
+  return shape_of(stages_of(config)[static_cast<size_t>(schedule_at(config, step).stage)]);
 }
 
-std::vector<StepRun> step_runs(const Config& config) { return {{step_shape(config, 0), num_steps(config)}}; }
+std::vector<StepRun> step_runs(const Config& config) {
+  std::vector<StepRun> runs;
+  for (const StageValues& stage : stages_of(config)) runs.push_back({shape_of(stage), stage.end - stage.begin});
+  return runs;
+}
 
 }  // namespace speedrun

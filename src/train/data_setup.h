@@ -13,8 +13,9 @@ ReaderOptions train_reader_options(const Config& config);  // opens and checks e
 std::unique_ptr<Reader> make_train_reader(const Config& config, ReaderOptions options);
 ValidationReader make_validation_reader(const Config& config);
 
-int64_t row_tokens(const Config& config);  // length of a row: T, or n of the documents reader
+int64_t row_tokens(const Config& config);       // length of the longest training row
+int64_t eval_row_tokens(const Config& config);  // length of a validation row: eval.row_tokens, or that of the first step's rows
 StepShape step_shape(const Config& config, int step);
-std::vector<StepRun> step_runs(const Config& config);  // the whole schedule
+std::vector<StepRun> step_runs(const Config& config);  // the whole schedule, stage by stage
 
 }  // namespace speedrun

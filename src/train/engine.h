@@ -14,6 +14,7 @@
 #include "src/core/device.h"
 #include "src/core/memory_plan.h"
 #include "src/data/reader.h"
+#include "src/model/model.h"
 #include "src/optim/schedule.h"
 
 namespace speedrun {
@@ -40,9 +41,9 @@ struct StateEntry {
 };
 
 struct EngineOptions {
-  int64_t micro_batch_tokens = 0;  // of one forward/backward; 0: chosen here
-  int64_t row_tokens = 0;
-  bool training = true;  // false: evaluation and sampling alone
+  int64_t micro_batch_tokens = 0;     // most tokens of one forward/backward; a row is never cut; 0: chosen here
+  int64_t evaluation_row_tokens = 0;  // length of the rows that are evaluated
+  bool training = true;               // false: evaluation and sampling alone
 };
 
 class Engine {
@@ -50,26 +51,36 @@ class Engine {
   virtual ~Engine() = default;
 
   virtual const MemoryPlan& memory_plan() const = 0;
-  virtual int64_t micro_batch_tokens() const = 0;
+  virtual int64_t micro_batch_tokens(int stage) const = 0;  // of training in that stage of the schedule
+  virtual int64_t evaluation_tokens() const = 0;            // of evaluation: whole rows
   virtual int64_t parameter_count() const = 0;
 
   // Builds every graph the schedule needs and runs everything once on zeros, then zeroes all state. Before it nothing else may be
   // called, after it the weights are to be set.
   virtual void warm_up() = 0;
   virtual void initialize(uint64_t seed) = 0;
+  // Prefix token of each token (src/data/prefix_table.h); until it is set there is none.
+  virtual bool wants_prefix_table() const = 0;
+  virtual void set_prefix_table(const std::vector<int32_t>& prefix) = 0;
 
-  // One training step: enqueued, not waited for. rows.num_rows · rows.row_tokens is a multiple of the micro-batch.
+  // One training step: enqueued, not waited for. rows are those of the step's stage.
   virtual void submit_step(int step, const StepRows& rows) = 0;
   // Results in order. poll: the next one if it has arrived; wait: the next one that was submitted.
   virtual std::optional<StepResult> poll_result() = 0;
   virtual std::optional<StepResult> wait_result() = 0;
 
+  // Before the calls below, and again after every change of the weights: windows and shared matrices are those of a model after
+  // `completed` steps.
+  virtual void begin_evaluation(int completed) = 0;
   // Loss alone: adds the first `num_tokens` of the rows to a sum in double; any number of rows.
   virtual void evaluate_rows(const StepRows& rows) = 0;
   virtual double take_evaluation_sum() = 0;                           // synchronous; resets it
   virtual std::vector<float> token_losses(const StepRows& rows) = 0;  // synchronous, (rows, row_tokens)
   // Capped logits after the last of `tokens` (at most a row), synchronous.
   virtual std::vector<float> next_logits(const std::vector<int32_t>& tokens) = 0;
+
+  // Values that FP8 lost since the last call (fp8.warn_saturated); synchronous.
+  virtual std::vector<Fp8Losses> take_fp8_losses() = 0;
 
   virtual std::vector<StateEntry> state() = 0;
   // Gradients of one step's rows without an update, summed as the optimizer would see them; for comparisons with other programs.

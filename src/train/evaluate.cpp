@@ -4,8 +4,9 @@
 
 namespace speedrun {
 
-double evaluate(Engine& engine, const ValidationReader& reader) {
-  const int64_t rows_at_once = engine.micro_batch_tokens() / reader.row_tokens();
+double evaluate(Engine& engine, const ValidationReader& reader, int completed) {
+  const int64_t rows_at_once = engine.evaluation_tokens() / reader.row_tokens();
+  engine.begin_evaluation(completed);
   StepRows rows;
   for (int64_t first = 0; first < reader.num_rows(); first += rows_at_once) {
     reader.read(first, std::min(rows_at_once, reader.num_rows() - first), rows);

@@ -4,7 +4,8 @@
 
 namespace speedrun {
 
-// Mean cross-entropy, nats per token, over exactly the predictions of the reader, whatever the micro-batch. Synchronous.
-double evaluate(Engine& engine, const ValidationReader& reader);
+// Mean cross-entropy, nats per token, over exactly the predictions of the reader, whatever the micro-batch, of a model after
+// `completed` steps. Synchronous.
+double evaluate(Engine& engine, const ValidationReader& reader, int completed);
 
 }  // namespace speedrun

@@ -61,10 +61,15 @@ void check_options(const GenerateOptions& options) {
   if (options.top_k < 0) throw InputError(fmt::format("--top-k {}: expected 0 or more", options.top_k));
 }
 
+int64_t generation_row_tokens(const Config& config) {
+  const int64_t row = eval_row_tokens(config);
+  return config.data.reader == ReaderKind::documents ? std::min<int64_t>(row, config.data.max_seq_len) : row;
+}
+
 void generate(Engine& engine, const Config& config, const GenerateOptions& options, std::vector<int32_t> context,
               const std::function<bool(int32_t)>& emit) {
   check_options(options);
-  const auto row = static_cast<size_t>(row_tokens(config));
+  const auto row = static_cast<size_t>(generation_row_tokens(config));
   for (int i = 0; i < options.tokens; ++i) {
     if (context.size() > row) context.erase(context.begin(), context.end() - static_cast<std::ptrdiff_t>(row));
     const int32_t id = choose_token(engine.next_logits(context), config.model.vocab_size, options, static_cast<uint64_t>(i));

@@ -22,8 +22,11 @@ void check_options(const GenerateOptions& options);  // throws InputError naming
 // (non_finite) for NaN, +∞, or if none is finite.
 int32_t choose_token(const std::vector<float>& logits, int64_t vocab_size, const GenerateOptions& options, uint64_t index);
 
-// Continues `context` (its last row_tokens ids are what the model sees) and hands every new id to `emit` until that returns false.
-// Throws InputError for options out of range.
+// Most tokens of context: a validation row, with the documents reader at most a document.
+int64_t generation_row_tokens(const Config& config);
+
+// Continues `context` (its last generation_row_tokens ids are what the model sees) and hands every new id to `emit` until that
+// returns false. Throws InputError for options out of range.
 void generate(Engine& engine, const Config& config, const GenerateOptions& options, std::vector<int32_t> context,
               const std::function<bool(int32_t)>& emit);
 

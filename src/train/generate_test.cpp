@@ -122,7 +122,7 @@ class Generate : public ::testing::Test {
   }
   std::unique_ptr<Engine> untrained() {
     device_ = make_cpu_device(2);
-    auto engine = make_engine(config_, *device_, {.micro_batch_tokens = 32, .row_tokens = 32, .training = false});
+    auto engine = make_engine(config_, *device_, {.micro_batch_tokens = 32, .evaluation_row_tokens = 32, .training = false});
     engine->warm_up();
     engine->initialize(4);
     // The initial projections and head are zero, with which neither context nor token matters: give them values.

@@ -147,7 +147,7 @@ class MultipleChoiceScoring : public ::testing::Test {
   void SetUp() override {
     config_ = load_config(write_test_config(folder_.path()));
     device_ = make_cpu_device(2);
-    engine_ = make_engine(config_, *device_, {.micro_batch_tokens = 96, .row_tokens = 32, .training = false});
+    engine_ = make_engine(config_, *device_, {.micro_batch_tokens = 96, .evaluation_row_tokens = 32, .training = false});
     engine_->warm_up();
     engine_->initialize(6);
     // Spread the logits, so that the answers differ by far more than rounding.

@@ -8,13 +8,14 @@
 #include "src/train/checkpoint.h"
 #include "src/train/data_setup.h"
 #include "src/train/device_choice.h"
+#include "src/train/generate.h"
 
 namespace speedrun {
 namespace {
 
 // Tokens of an evaluation micro-batch: whole rows, enough to keep the device busy, never more than the evaluation has.
-int64_t evaluation_tokens(const Config& config, bool cuda) {
-  const int64_t row = row_tokens(config), wanted = cuda ? 65536 : 4096;
+int64_t evaluation_tokens(const Config& config, int64_t row, bool cuda) {
+  const int64_t wanted = cuda ? 65536 : 4096;
   const int64_t rows = std::clamp<int64_t>(wanted / row, 1, std::max<int64_t>(config.eval.tokens / row, 1));
   return rows * row;
 }
@@ -36,11 +37,13 @@ SavedModel open_saved_model(const std::filesystem::path& path, const std::vector
   model.config = parse_config(meta.config, file.string(), std::filesystem::current_path(), overrides);
   model.step = meta.step;
   model.device = choose_device(model.config, log);
-  const int64_t row = row_tokens(model.config);
-  const int64_t tokens = use == SavedModelUse::generation ? row : evaluation_tokens(model.config, model.device->is_cuda());
-  model.engine = make_engine(model.config, *model.device, {.micro_batch_tokens = tokens, .row_tokens = row, .training = false});
+  const int64_t row = use == SavedModelUse::evaluation ? eval_row_tokens(model.config) : generation_row_tokens(model.config);
+  const int64_t tokens = use == SavedModelUse::generation ? row : evaluation_tokens(model.config, row, model.device->is_cuda());
+  model.engine =
+      make_engine(model.config, *model.device, {.micro_batch_tokens = tokens, .evaluation_row_tokens = row, .training = false});
   model.engine->warm_up();
   load_checkpoint(file, model.engine->state(), true);
+  model.engine->begin_evaluation(model.step);
   return model;
 }
 

@@ -12,7 +12,8 @@
 
 namespace speedrun {
 
-enum class SavedModelUse { evaluation, generation };  // generation: a micro-batch is one row
+// generation: one row of generation_row_tokens (generate.h) at a time; questions: many such rows
+enum class SavedModelUse { evaluation, generation, questions };
 
 struct SavedModel {
   Config config;  // the run's, with the overrides

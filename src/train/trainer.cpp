@@ -10,9 +10,9 @@
 #include "fmt/format.h"
 #include "src/config/config_io.h"
 #include "src/core/device.h"
+#include "src/data/prefix_table.h"
 #include "src/data/sufficiency.h"
-#include "src/model/gpt.h"
-#include "src/model/parameter_table.h"
+#include "src/model/model_flops.h"
 #include "src/optim/schedule.h"
 #include "src/train/checkpoint.h"
 #include "src/train/clock.h"
@@ -40,6 +40,19 @@ std::string rate(double tokens_per_s) {
   return fmt::format("{:.1f} k tok/s", tokens_per_s * 1e-3);
 }
 
+// Tokens of steps first … end − 1.
+int64_t tokens_between(const Config& config, int first, int end) {
+  int64_t tokens = 0;
+  for (const StageValues& stage : stages_of(config))
+    tokens += std::max(std::min(end, stage.end) - std::max(first, stage.begin), 0) * stage.batch_tokens;
+  return tokens;
+}
+
+std::vector<int32_t> prefix_table_of(const Config& config) {
+  const Gpt2Tokenizer tokenizer(config.data.vocabulary, config.model.vocab_size);
+  return prefix_table(tokenizer, config.model.padded_vocab_size());
+}
+
 class Trainer {
  public:
   Trainer(const TrainOptions& options, Log& log) : options_(options), config_(options.config), log_(log) {}
@@ -56,6 +69,7 @@ class Trainer {
   void take(const StepResult& result);
   void drain();
   void validate(int completed);
+  void report_fp8();
   void save(int completed);
   void enter(Phase phase);
   void announce();
@@ -77,11 +91,13 @@ class Trainer {
   StepRows rows_;
   int first_step_ = 0, completed_ = 0, steps_ = 0;
   int saved_ = -1;  // completed updates of the newest checkpoint
-  double flops_per_token_ = 0;
-  double carried_s_ = 0;     // of all phases, from the processes that a resumed run continues
-  double joules_mark_ = -1;  // energy counter when the training clock started; -1: not running or not measured
-  double progress_at_ = -1;  // wall seconds of the last progress line
-  double speed_clock_ = 0;   // where the current speed window began: clock, tokens
+  std::vector<StageValues> stages_;
+  std::vector<double> flops_per_token_;  // by stage
+  double flops_ = 0;                     // of the steps taken
+  double carried_s_ = 0;                 // of all phases, from the processes that a resumed run continues
+  double joules_mark_ = -1;              // energy counter when the training clock started; -1: not running or not measured
+  double progress_at_ = -1;              // wall seconds of the last progress line
+  double speed_clock_ = 0;               // where the current speed window began: clock, tokens
   int64_t speed_tokens_ = 0, tokens_done_ = 0;
   double tokens_per_s_ = 0;
   std::string failure_;  // a non-finite step
@@ -115,12 +131,17 @@ void Trainer::open_data() {
 
 void Trainer::build_engine() {
   device_ = choose_device(config_, log_);
-  engine_ =
-      make_engine(config_, *device_,
-                  {.micro_batch_tokens = config_.train.micro_batch_tokens, .row_tokens = row_tokens(config_), .training = true});
-  log_.line(fmt::format("model: {:.1f} M parameters; {} tokens a step in {} micro-batches of {} tokens",
-                        static_cast<double>(engine_->parameter_count()) * 1e-6, config_.train.batch_tokens,
-                        config_.train.batch_tokens / engine_->micro_batch_tokens(), engine_->micro_batch_tokens()));
+  engine_ = make_engine(config_, *device_,
+                        {.micro_batch_tokens = config_.train.micro_batch_tokens,
+                         .evaluation_row_tokens = eval_row_tokens(config_),
+                         .training = true});
+  log_.line(fmt::format("model: {:.1f} M parameters", static_cast<double>(engine_->parameter_count()) * 1e-6));
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    const StageValues& stage = stages_[i];
+    const int64_t micro_batch = engine_->micro_batch_tokens(static_cast<int>(i));
+    log_.line(fmt::format("steps {} to {}: {} tokens a step in {} micro-batches of {} tokens", stage.begin, stage.end,
+                          stage.batch_tokens, stage.batch_tokens / micro_batch, micro_batch));
+  }
   log_.line("memory plan:\n" + engine_->memory_plan().table());
   record_.parameters = engine_->parameter_count();
 }
@@ -129,10 +150,15 @@ void Trainer::build_engine() {
 void Trainer::check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint) {
   constexpr std::array<std::string_view, 5> kFixed = {"train.batch_tokens", "train.seq_len", "data.reader", "data.max_seq_len",
                                                       "data.document_rows"};
+  // What decides which tokens a step sees.
+  const auto is_rows_of_a_stage = [](std::string_view key) {
+    return key.starts_with("schedule.stages.") &&
+           (key.ends_with(".steps") || key.ends_with(".batch_tokens") || key.ends_with(".max_seq_len"));
+  };
   const Config before = parse_config(meta.config, checkpoint.string(), std::filesystem::current_path());
   for (const KeyChange& change : changed_keys(before, config_)) {
     const bool model = change.key.starts_with("model.") && change.key != "model.init";
-    if (model || std::find(kFixed.begin(), kFixed.end(), change.key) != kFixed.end()) {
+    if (model || is_rows_of_a_stage(change.key) || std::find(kFixed.begin(), kFixed.end(), change.key) != kFixed.end()) {
       throw InputError(fmt::format("{}: was trained with {} = {}, not {}: resume with the same value, or start a new run",
                                    checkpoint.string(), change.key, change.before, change.after));
     }
@@ -170,22 +196,19 @@ void Trainer::start_or_resume() {
   if (meta.has_val_loss) record_.val_loss = meta.last_val_loss;
   if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
   record_.joules = meta.joules;
-  tokens_done_ = static_cast<int64_t>(meta.step) * config_.train.batch_tokens;
+  tokens_done_ = tokens_between(config_, 0, meta.step);
   log_.line(fmt::format("resumed from {} after {} steps, clock {}", checkpoint->string(), meta.step,
                         duration(clock_.seconds(Phase::training))));
 }
 
 void Trainer::submit(int step) {
   reader_->next(step_shape(config_, step), 0, 1, rows_);
-  if (flops_per_token_ == 0) {
-    std::vector<double> attended;
-    for (const int64_t window : layer_windows(config_.model)) {
-      double sum = 0;
-      for (int64_t row = 0; row < rows_.num_rows; ++row)
-        sum += mean_attended(rows_.doc_start.data() + row * rows_.row_tokens, rows_.row_tokens, window);
-      attended.push_back(sum / static_cast<double>(rows_.num_rows));
-    }
-    flops_per_token_ = flops_per_token(config_.model, attended);
+  const auto stage = static_cast<size_t>(schedule_at(config_, step).stage);
+  // From the stage's first batch.
+  if (flops_per_token_[stage] == 0) {
+    flops_per_token_[stage] = flops_per_token(
+        config_.model,
+        attended_keys(config_.model, rows_.doc_start, rows_.row_tokens, stages_[stage].window_short, stages_[stage].window_long));
   }
   engine_->submit_step(step, rows_);
 }
@@ -199,7 +222,10 @@ void Trainer::take(const StepResult& result) {
     return;
   }
   completed_ = result.step + 1;
-  tokens_done_ += config_.train.batch_tokens;
+  const StepValues values = schedule_at(config_, result.step);
+  tokens_done_ += values.batch_tokens;
+  const double step_flops_per_token = flops_per_token_[static_cast<size_t>(values.stage)];
+  flops_ += step_flops_per_token * static_cast<double>(values.batch_tokens);
   record_.train_loss = result.loss;
   const double clock = clock_.seconds(Phase::training);
   if (record_.first_step_s == 0) record_.first_step_s = clock_.total() - carried_s_;
@@ -210,8 +236,7 @@ void Trainer::take(const StepResult& result) {
     speed_tokens_ = tokens_done_;
   }
   const double peak = device_->peak_bf16_flops();
-  const double mfu = peak > 0 ? tokens_per_s_ * flops_per_token_ / peak : 0;  // 0: unknown peak
-  const StepValues values = schedule_at(config_, result.step);
+  const double mfu = peak > 0 ? tokens_per_s_ * step_flops_per_token / peak : 0;  // 0: unknown peak
   if (result.step % config_.train.log_every == 0) {
     nlohmann::ordered_json rates;
     for (int g = 0; g < kNumParameterGroups; ++g)
@@ -226,8 +251,7 @@ void Trainer::take(const StepResult& result) {
   const bool last = completed_ == steps_;
   if (progress_at_ >= 0 && wall - progress_at_ < log_.progress_interval_s() && !last) return;
   progress_at_ = wall;
-  const double left =
-      static_cast<double>(steps_ - completed_) * static_cast<double>(config_.train.batch_tokens) / std::max(tokens_per_s_, 1.0);
+  const double left = static_cast<double>(tokens_between(config_, completed_, steps_)) / std::max(tokens_per_s_, 1.0);
   log_.progress(fmt::format("step {}/{}  loss {:.4f}  {}{}  clock {}  left {}", completed_, steps_, result.loss,
                             rate(tokens_per_s_), mfu > 0 ? fmt::format("  MFU {:.1f}%", mfu * 100) : std::string(), duration(clock),
                             duration(left)));
@@ -243,7 +267,7 @@ void Trainer::drain() {
 
 void Trainer::validate(int completed) {
   enter(Phase::validation);
-  const double loss = evaluate(*engine_, *validation_);
+  const double loss = evaluate(*engine_, *validation_, completed);
   const double clock = clock_.seconds(Phase::training);
   record_.val_loss = loss;
   const bool hit = loss <= config_.train.target_loss;
@@ -256,6 +280,25 @@ void Trainer::validate(int completed) {
   // initial weights the first step says more: which tensor it is.
   if (!std::isfinite(loss) && (completed > 0 || steps_ == 0))
     failure_ = fmt::format("the validation loss after {} steps is not finite", completed);
+}
+
+// Which FP8 tensors lost more than the config wants to be told of, and the worst of all.
+void Trainer::report_fp8() {
+  const Fp8Losses* worst = nullptr;
+  const auto share = [](const Fp8Losses& losses) {
+    return static_cast<double>(std::max(losses.saturated, losses.flushed)) /
+           static_cast<double>(std::max<int64_t>(losses.values, 1));
+  };
+  const std::vector<Fp8Losses> all = engine_->take_fp8_losses();
+  for (const Fp8Losses& losses : all) {
+    if (worst == nullptr || share(losses) > share(*worst)) worst = &losses;
+    if (share(losses) <= config_.fp8.warn_saturated) continue;
+    log_.warn(fmt::format("FP8: {}: {:.3g}% of its values saturated, {:.3g}% flushed to zero (fp8.warn_saturated {})", losses.name,
+                          100.0 * static_cast<double>(losses.saturated) / static_cast<double>(losses.values),
+                          100.0 * static_cast<double>(losses.flushed) / static_cast<double>(losses.values),
+                          config_.fp8.warn_saturated));
+  }
+  if (worst != nullptr) log_.line(fmt::format("FP8: worst tensor {}, {:.3g}% lost", worst->name, 100 * share(*worst)));
 }
 
 void Trainer::save(int completed) {
@@ -291,6 +334,8 @@ void Trainer::loop() {
   if (StopSignal::received() != 0) return;
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
+  if (engine_->wants_prefix_table())
+    engine_->set_prefix_table(prefix_table_of(config_));  // the clock runs: it is part of the training
   speed_clock_ = clock_.seconds(Phase::training);
   speed_tokens_ = tokens_done_;
   for (int step = first_step_; step < steps_; ++step) {
@@ -307,7 +352,10 @@ void Trainer::loop() {
     const bool evaluate_now = eval_due(config_, completed), save_now = checkpoint_due(config_, completed) || stop;
     if (!evaluate_now && !save_now) continue;
     drain();
-    if (evaluate_now && failure_.empty()) validate(completed);
+    if (evaluate_now && failure_.empty()) {
+      validate(completed);
+      report_fp8();
+    }
     const bool at_target = record_.reached && config_.train.stop_at_target;
     if ((save_now || (at_target && config_.checkpoint.at_end)) && failure_.empty()) save(completed);
     if (stop || at_target || !failure_.empty()) return;
@@ -321,7 +369,7 @@ int Trainer::finish() {
   const int signal = StopSignal::received();
   record_.steps = completed_;
   record_.tokens = tokens_done_;
-  record_.flops = flops_per_token_ * static_cast<double>(tokens_done_);
+  record_.flops = flops_;
   if (!failure_.empty()) {
     record_.outcome = "non-finite: " + failure_;
   } else if (signal != 0 && completed_ < steps_) {
@@ -370,6 +418,8 @@ void Trainer::announce() {
 
 int Trainer::run() {
   steps_ = num_steps(config_);
+  stages_ = stages_of(config_);
+  flops_per_token_.assign(stages_.size(), 0);
   StopSignal signals;
   if (options_.resume) folder_ = RunFolder::open(*options_.resume);
   announce();

@@ -49,7 +49,8 @@ std::vector<std::pair<std::string, std::vector<std::byte>>> checkpoint_state(con
   const Config config = parse_config(meta.config, file.string(), file.parent_path());
   auto device = config.train.device == DeviceChoice::cuda ? make_cuda_device(0) : make_cpu_device(1);
   auto engine = make_engine(
-      config, *device, {.micro_batch_tokens = config.train.micro_batch_tokens, .row_tokens = row_tokens(config), .training = true});
+      config, *device,
+      {.micro_batch_tokens = config.train.micro_batch_tokens, .evaluation_row_tokens = eval_row_tokens(config), .training = true});
   engine->warm_up();
   load_checkpoint(file, engine->state(), false);
   std::vector<std::pair<std::string, std::vector<std::byte>>> state;
@@ -188,7 +189,7 @@ TEST_P(CudaAgainstCpu, EveryGradientAgreesToBf16) {
                      {"train", {{"batch_tokens", 512}, {"micro_batch_tokens", 256}}}});
   const Config config = load_config(write_test_config(folder.path(), patch));
   const auto gradients_on = [&](std::unique_ptr<Device> device, double* loss) {
-    auto engine = make_engine(config, *device, {.micro_batch_tokens = 256, .row_tokens = 32, .training = true});
+    auto engine = make_engine(config, *device, {.micro_batch_tokens = 256, .evaluation_row_tokens = 32, .training = true});
     engine->warm_up();
     engine->initialize(4);
     auto reader = make_train_reader(config, train_reader_options(config));
@@ -230,7 +231,7 @@ TEST(Trainer, ANonFiniteGradientStopsTheRunBeforeTheWeightsAndKeepsTheGoodCheckp
   const auto run = folder.path() / "runs" / "r";
   const Config config = load_config(run / "config.json");
   auto device = make_cpu_device(1);
-  auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
+  auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .evaluation_row_tokens = 32, .training = true});
   engine->warm_up();
   load_checkpoint(checkpoint_path(run, 3), engine->state(), false);
   // One weight becomes infinite: the loss of the next step is NaN.
@@ -262,7 +263,7 @@ TEST(Trainer, ANonFiniteLossEndsTheRunWithItsOwnExitCode) {
   // Initial weights with an infinity in them.
   const Config config = load_config(config_path);
   auto device = make_cpu_device(1);
-  auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
+  auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .evaluation_row_tokens = 32, .training = true});
   engine->warm_up();
   engine->initialize(1);
   std::vector<StateEntry> weights = parameters_of(*engine);
@@ -288,7 +289,7 @@ TEST(Trainer, WeightsFromAFileAreTheOnesUsed) {
   const Config config = load_config(config_path);
   auto device = make_cpu_device(1);
   const auto make = [&] {
-    auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .row_tokens = 32, .training = true});
+    auto engine = make_engine(config, *device, {.micro_batch_tokens = 128, .evaluation_row_tokens = 32, .training = true});
     engine->warm_up();
     return engine;
   };
@@ -310,10 +311,10 @@ TEST(Trainer, EvaluationDoesNotDependOnTheMicroBatch) {
   auto device = make_cpu_device(2);
   std::vector<double> losses;
   for (const int64_t micro_batch : {32, 96, 256, 1024}) {
-    auto engine = make_engine(config, *device, {.micro_batch_tokens = micro_batch, .row_tokens = 32, .training = false});
+    auto engine = make_engine(config, *device, {.micro_batch_tokens = micro_batch, .evaluation_row_tokens = 32, .training = false});
     engine->warm_up();
     engine->initialize(3);
-    losses.push_back(evaluate(*engine, make_validation_reader(config)));
+    losses.push_back(evaluate(*engine, make_validation_reader(config), 0));
   }
   for (const double loss : losses) EXPECT_NEAR(loss, losses[0], 1e-5);
 }
@@ -451,7 +452,7 @@ TEST(SavedModel, EvaluatesAsTheRunDid) {
   Log log;
   SavedModel model = open_saved_model(run, {}, SavedModelUse::evaluation, log);
   EXPECT_EQ(model.step, 20);
-  const double loss = evaluate(*model.engine, make_validation_reader(model.config));
+  const double loss = evaluate(*model.engine, make_validation_reader(model.config), model.step);
   EXPECT_NEAR(loss, read_checkpoint_meta(checkpoint_path(run, 20)).last_val_loss, 1e-5);
 }
 

@@ -10,7 +10,6 @@
 #include <cmath>
 #include <type_traits>
 
-#include "kernels/attention/attention.h"
 #include "kernels/base/cuda_vec.cuh"
 #include "kernels/ptx/cp_async.cuh"
 #include "kernels/ptx/ex2.cuh"

@@ -1,0 +1,10 @@
+// The BF16 instantiations of relu2_up_kernel.cuh.
+#include "kernels/relu2_mlp/relu2_up_kernel.cuh"
+
+namespace speedrun::kernels {
+
+void relu2_up_sm90(const Relu2Up<bf16>& args, const CudaExec& exec, const Relu2UpTesting& testing) {
+  relu2_up::launch(args, exec, testing);
+}
+
+}  // namespace speedrun::kernels

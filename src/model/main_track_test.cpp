@@ -1,0 +1,281 @@
+// The Main Track's model in double on the CPU: every parameter's gradient against finite differences with every feature on, and
+// with each one off; and what must not change a result.
+#include "src/model/main_track.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "src/core/random.h"
+#include "src/model/parameter_table.h"
+
+namespace speedrun {
+namespace {
+
+constexpr int64_t kRow = 12, kTokens = 24;
+
+Config tiny() {
+  Config config;
+  Config::Model& model = config.model;
+  model.architecture = Architecture::main_track;
+  model.vocab_size = 37;
+  model.vocab_padding = 8;
+  model.num_layers = 6;
+  model.width = 16;
+  model.num_heads = 2;
+  model.mlp_hidden = 24;
+  model.norm = NormKind::rmsnorm;
+  model.norm_gain = false;
+  model.norm_eps = 0x1p-23;
+  model.positions = PositionKind::rotary;
+  model.activation = ActivationKind::relu2;
+  model.bias = false;
+  model.tied_head = false;
+  model.softcap = SoftcapKind::sigmoid;
+  model.init = InitKind::zero_projections;
+  model.smear = true;
+  model.smear_channels = 5;
+  model.bigram_rows = 41;
+  model.bigram_sign_rows = 7;
+  model.value_gate_channels = 3;
+  model.x0_injection = true;
+  model.residual_lambdas = true;
+  model.weight_lambdas = true;
+  model.mudd_gates = true;
+  model.mudd_gate_split = 3;
+  model.mudd = true;
+  model.mudd_early = 2;
+  model.mudd_late = 3;
+  model.gate_hidden = 8;
+  model.dc_window = 4;
+  model.tied_until_split = true;
+  const auto layer = [&](int index) -> Config::Model::Layer& { return model.layers[index]; };
+  layer(0) = {.window = WindowKind::short_window, .paired_heads = true};
+  layer(1) = {.window = WindowKind::short_window, .value_embedding = true, .xsa = true};
+  layer(2) = {.window = WindowKind::long_window, .key_offset = true, .xsa = true, .gate = true};
+  layer(3) = {.attention = false, .skip_from = 2};
+  layer(4) = {.window = WindowKind::short_window, .paired_heads = true, .value_embedding = true, .input_from = 3};
+  layer(5) = {
+      .window = WindowKind::long_window, .key_offset = true, .value_embedding = true, .gate = true, .dc = true, .input_from = 3};
+  return config;
+}
+
+std::vector<ModelStage> stages() {
+  return {{.window_short = 4, .window_long = 6, .attention_scale = 0.7, .rotary_frequencies = {1.0, 0.03}, .prefix_loss = true}};
+}
+
+// A model with memory of its own, its parameters moved away from special points (zeros, equal values).
+template <class T>
+struct Instance {
+  explicit Instance(const Config& config, bool training = true, bool tied = false, int threads = 2)
+      : device(make_cpu_device(threads)),
+        parameters(parameter_table(config.model, config.optim), training),
+        model(make_model<T>(config, {.max_tokens = kTokens, .max_row_tokens = kRow, .logits_chunk = 7, .training = training},
+                            stages(), *device, parameters)) {
+    parameters.plan(plan);
+    model->plan(plan);
+    arena = std::make_unique<Arena>(*device, plan);
+    model->prepare();
+    model->set_pass({.tokens = kTokens, .row_tokens = kRow, .stage = 0, .tied = tied});
+    for (int p = 0; p < parameters.size(); ++p) {
+      const ParameterSpec& spec = parameters.spec(p);
+      if (spec.frozen) continue;
+      std::vector<Acc<T>> master(static_cast<size_t>(spec.count()));
+      const uint64_t stream = hash_of(spec.name);
+      for (size_t i = 0; i < master.size(); ++i) {
+        const double start = spec.init_values.empty() ? spec.init_mean : static_cast<double>(spec.init_values[i]);
+        master[i] = static_cast<Acc<T>>(start + 0.3 * random_normal(11, stream, i));
+      }
+      parameters.write_master(*device, p, master);
+    }
+    const int sign = parameters.index("bigram.sign");
+    if (sign >= 0) {
+      std::vector<Acc<T>> signs(static_cast<size_t>(parameters.spec(sign).count()));
+      for (size_t i = 0; i < signs.size(); ++i) signs[i] = random_normal(13, 0, i) < 0 ? Acc<T>{-1} : Acc<T>{1};
+      parameters.write_master(*device, sign, signs);
+    }
+    const auto vocabulary = static_cast<uint32_t>(config.model.vocab_size);
+    for (int64_t t = 0; t < kTokens; ++t) {
+      model->tokens()[t] = static_cast<int32_t>(philox(5, 0, static_cast<uint64_t>(t))[0] % vocabulary);
+      model->targets()[t] = static_cast<int32_t>(philox(5, 1, static_cast<uint64_t>(t))[0] % vocabulary);
+      const int64_t in_row = t % kRow;
+      model->doc_start()[t] = static_cast<int32_t>(t - in_row + in_row / 5 * 5);
+    }
+    for (int64_t v = 0; v < config.model.padded_vocab_size(); ++v)
+      model->prefix()[v] = v % 3 == 0 ? -1 : static_cast<int32_t>(v / 2);
+    weights.next[0] = 1;
+    weights.prefix = static_cast<Acc<T>>(0.3);
+  }
+
+  static uint64_t hash_of(const std::string& name) {
+    uint64_t hash = 7;
+    for (const char c : name) hash = hash * 31 + static_cast<unsigned char>(c);
+    return hash;
+  }
+
+  double objective() {
+    model->derive_weights();
+    model->forward_backward(&scale, &weights);
+    double sum = 0;
+    for (int64_t t = 0; t < kTokens; ++t) sum += static_cast<double>(scale) * static_cast<double>(model->losses()[t]);
+    return sum;
+  }
+
+  std::vector<double> evaluated() {
+    model->derive_weights();
+    model->evaluate();
+    return {model->losses(), model->losses() + kTokens};
+  }
+
+  MemoryPlan plan;
+  std::unique_ptr<Device> device;
+  Parameters<T> parameters;
+  std::unique_ptr<Model<T>> model;
+  std::unique_ptr<Arena> arena;
+  kernels::LossWeights<T> weights;
+  Acc<T> scale = static_cast<Acc<T>>(0.7);
+};
+
+// directions: 1: a random direction through every element; more: single elements too.
+void check_gradients(const Config& config, bool tied, int directions) {
+  Instance<double> run(config, true, tied);
+  run.objective();
+  run.model->end_step(nullptr);
+  std::vector<std::vector<double>> grads;
+  for (int p = 0; p < run.parameters.size(); ++p) grads.push_back(run.parameters.read_grad(*run.device, p));
+  for (int p = 0; p < run.parameters.size(); ++p) {
+    const ParameterSpec& spec = run.parameters.spec(p);
+    if (spec.frozen) continue;
+    const std::vector<double>& grad = grads[static_cast<size_t>(p)];
+    double norm = 0;
+    for (const double g : grad) norm += g * g;
+    if (tied && spec.name == "wte") {
+      EXPECT_EQ(norm, 0) << "while they are one matrix, the head has the embedding's gradient";
+      continue;
+    }
+    ASSERT_GT(norm, 0) << spec.name << " has no gradient at all";
+    const std::vector<double> master = run.parameters.read_master(*run.device, p);
+    for (int direction = 0; direction < directions; ++direction) {
+      std::vector<double> u(master.size(), 0.0);
+      if (direction == 0) {
+        for (size_t i = 0; i < u.size(); ++i) u[i] = random_normal(77, static_cast<uint64_t>(p), i);
+      } else {
+        u[philox(78, static_cast<uint64_t>(p), static_cast<uint64_t>(direction))[0] % u.size()] = 1;
+      }
+      const double h = 1e-7;  // some directions bend strongly
+      const auto at = [&](double step) {
+        std::vector<double> moved = master;
+        for (size_t i = 0; i < u.size(); ++i) moved[i] += step * u[i];
+        run.parameters.write_master(*run.device, p, moved);
+        return run.objective();
+      };
+      const double numeric = (at(h) - at(-h)) / (2 * h);
+      run.parameters.write_master(*run.device, p, master);
+      double analytic = 0;
+      for (size_t i = 0; i < u.size(); ++i) analytic += grad[i] * u[i];
+      EXPECT_NEAR(analytic, numeric, 2e-6 * std::max(1.0, std::abs(numeric))) << spec.name << ", direction " << direction;
+    }
+  }
+}
+
+TEST(MainTrack, EveryGradientAgreesWithFiniteDifferences) { check_gradients(tiny(), false, 4); }
+
+TEST(MainTrack, EveryGradientAgreesWhileHeadAndEmbeddingAreOne) { check_gradients(tiny(), true, 1); }
+
+struct Switch {
+  const char* name;
+  void (*off)(Config::Model& model);
+};
+
+class MainTrackSwitch : public ::testing::TestWithParam<Switch> {};
+
+TEST_P(MainTrackSwitch, OffIsSmallerAndItsGradientsAgree) {
+  Config config = tiny();
+  const Instance<double> on(config);
+  GetParam().off(config.model);
+  const Instance<double> off(config);
+  EXPECT_LT(off.plan.total_bytes(), on.plan.total_bytes());
+  check_gradients(config, false, 1);
+}
+
+constexpr Switch kSwitches[] = {
+    {"Smear", [](Config::Model& m) { m.smear = false; }},
+    {"Bigram", [](Config::Model& m) { m.bigram_rows = 0, m.bigram_sign_rows = 0; }},
+    {"Signs", [](Config::Model& m) { m.bigram_sign_rows = 0; }},
+    {"ValueEmbeddings",
+     [](Config::Model& m) {
+       for (auto& [l, layer] : m.layers) layer.value_embedding = false;
+     }},
+    {"X0", [](Config::Model& m) { m.x0_injection = false; }},
+    {"ResidualLambdas", [](Config::Model& m) { m.residual_lambdas = false; }},
+    {"WeightLambdas", [](Config::Model& m) { m.weight_lambdas = false; }},
+    {"MuddGates", [](Config::Model& m) { m.mudd_gates = false; }},
+    {"Mudd", [](Config::Model& m) { m.mudd = false; }},
+    {"Xsa",
+     [](Config::Model& m) {
+       for (auto& [l, layer] : m.layers) layer.xsa = false;
+     }},
+    {"Gate",
+     [](Config::Model& m) {
+       for (auto& [l, layer] : m.layers) layer.gate = false;
+     }},
+    {"Dc", [](Config::Model& m) { m.layers[5].dc = false; }},
+    {"PairedHeads",
+     [](Config::Model& m) {
+       for (auto& [l, layer] : m.layers) layer.paired_heads = false;
+     }},
+    {"KeyOffset",
+     [](Config::Model& m) {
+       for (auto& [l, layer] : m.layers) layer.key_offset = false;
+     }},
+    {"Skip", [](Config::Model& m) { m.layers[3].skip_from = -1; }},
+};
+
+INSTANTIATE_TEST_SUITE_P(Each, MainTrackSwitch, ::testing::ValuesIn(kSwitches),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+// Switches that add memory instead: each layer its own attention input, attention in every layer.
+TEST(MainTrack, GradientsAgreeWithOwnAttentionInputsAndAttentionEverywhere) {
+  Config config = tiny();
+  for (auto& [l, layer] : config.model.layers) layer.input_from = -1;
+  config.model.layers[3] = {.window = WindowKind::short_window};
+  check_gradients(config, false, 1);
+}
+
+TEST(MainTrack, EvaluationWithoutGradientsGivesTheSameLosses) {
+  Instance<float> training(tiny(), true), inference(tiny(), false);
+  EXPECT_EQ(training.evaluated(), inference.evaluated());
+}
+
+TEST(MainTrack, SplitFromATiedCopyIsTheSameModel) {
+  Instance<float> tied(tiny(), true, true), split(tiny(), true, false);
+  split.parameters.write_master(*split.device, split.parameters.index("wte"),
+                                split.parameters.read_master(*split.device, split.parameters.index("head.weight")));
+  EXPECT_EQ(tied.evaluated(), split.evaluated());
+}
+
+TEST(MainTrack, LayoutIsTheRecords) {
+  Config::Model model;
+  model.num_layers = 11;
+  model.num_heads = 6;
+  model.bigram_rows = 377280;
+  model.x0_injection = model.mudd_gates = model.mudd = true;
+  for (const int l : {1, 3, 4, 7}) model.layers[l].xsa = true;
+  for (const int l : {3, 10}) model.layers[l].gate = true;
+  model.layers[6] = {.attention = false, .skip_from = 3};
+  model.layers[10].dc = true;
+  const GateLayout layout = gate_layout(model);
+  EXPECT_EQ(layout.pre.columns(), 26);
+  EXPECT_EQ(layout.post.columns(), 41);
+  EXPECT_EQ(layout.mix.columns(), 14);
+  EXPECT_EQ(layout.out.columns(), 5);
+  EXPECT_EQ(layout.layers[3].gate, 12);
+  EXPECT_EQ(layout.layers[2].bigram, 23);
+  EXPECT_EQ(layout.layers[9].x0, 26);
+  EXPECT_EQ(layout.layers[6].skip, 28);
+  EXPECT_EQ(layout.layers[10].w2, 35);
+  EXPECT_FLOAT_EQ(layout.post.initial[12], 0.25f);
+}
+
+}  // namespace
+}  // namespace speedrun

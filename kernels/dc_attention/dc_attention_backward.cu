@@ -7,20 +7,16 @@
 //           row whatever its first key.
 // Work      four kernels, each owning what it sums: no atomics, the same bits every run. Blocks of 64 rows, one warp per 16; chunks
 //           of 32 columns that no row of a warp meets are skipped.
-//           dA and dw2  one block per 64 queries, the heads one after the other: A from q·k, then dA and dw2 from dout·v; a warp
-//           holds
-//                       A, then dA, of its queries in registers and writes them to scratch.
-//           dq          one block per 64 queries and head: du, then dq. With A, dA and du known, heads are independent.
-//           dk and dv   one block per 64 keys and head, over the queries that may see them; transposed (rows are keys), so that
-//           A·w2
-//                       and dS are left operands: dv from dout, then dk from q.
-//           dw1         one thread per token.
-// Traffic   reads q (three times), dout (twice) and the old dq, dk, dv, writes dq, dk, dv; columns of a tile (64 + window) / 64
-// times as
-//           often, from L2: neighbouring blocks run together. A and dA: 6·kBand bytes a token, written once and read by every head.
+//           dA, dw2: one block per 64 queries, the heads one after the other: A from q·k, then dA and dw2 from dout·v; a warp holds
+//             A, then dA, of its queries in registers and writes them to scratch.
+//           dq: one block per 64 queries and head: du, then dq. With A, dA and du known, heads are independent.
+//           dk, dv: one block per 64 keys and head, over the queries that may see them; transposed (rows are keys), so that A·w2
+//             and dS are left operands: dv from dout, then dk from q.
+//           dw1: one thread per token.
+// Traffic   reads q three times, dout twice, old dq, dk, dv once, writes dq, dk, dv; columns of a tile (64 + window) / 64 times
+//           that, from L2: neighbouring blocks run together. A and dA: 6·kBand bytes a token, written once, read by every head.
 // Numerics  scores, dA, du in FP32; A, A·w2 and dS rounded to BF16 for their products; gradients added in FP32 to what was there
-// and
-//           rounded once.
+//           and rounded once.
 #include <climits>
 
 #include "kernels/dc_attention/dc_attention_tile.cuh"

@@ -234,7 +234,8 @@ class DcAttentionCudaTest : public testing::CudaTest {
           << name;
     };
     check_weights("dw2", p.w2());
-    check_weights("dw1", p.w1());
+    // One head's w1 is normalised to ±1: its gradient is rounding alone.
+    if (p.H > 1) check_weights("dw1", p.w1());
     const DeviceBuffer<bf16>* const gradients[] = {&device.dq, &device.dk, &device.dv};
     for (int i = 0; i < 3; ++i)
       EXPECT_TRUE(within_rule(plane(*gradients[i]), dtruth.gradients[i], dbaseline.gradients[i])) << kGradientNames[i];

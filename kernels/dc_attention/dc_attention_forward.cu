@@ -1,10 +1,9 @@
 // Dynamically composable attention, forward: A(t,s) = Σ_h u_h(t) · p_h(t,s), out_h(t) = y_h(t) + w2_h(t) · Σ_s A(t,s) · v_h(s).
 // Layout    q, k, v, y, out (N, H, D) bf16; w1, w2 bf16 columns of a matrix; lse (H, N) float.
 // Work      one block per 64 queries, one warp per 16, all heads one after the other. First pass over the heads: q and the keys of
-// the
-//           block arrive in shared memory, a warp makes all scores of its queries (16 × 128 for windows up to 112), their softmax,
-//           and adds u · p to A in its registers. Second pass: v and y arrive, A · v_h, and y_h + w2_h · that is written. Chunks of
-//           32 keys that no query of the warp sees are skipped. Several blocks on an SM hide each other's loads.
+//           the block arrive in shared memory, a warp makes all scores of its queries (16 × 128 for windows up to 112) and their
+//           softmax, and adds u · p to A in its registers. Second pass: v and y arrive, A · v_h, and y_h + w2_h · that is written.
+//           Chunks of 32 keys that no query of the warp sees are skipped. Blocks on an SM hide each other's loads.
 // Traffic   reads q and y once, k and v (64 + window) / 64 times (from L2: neighbouring blocks run together), writes out and lse.
 // Numerics  scores, softmax and A in FP32, A rounded to BF16 for its products with v, the sum with y in FP32 and rounded once. Sums
 //           run in a fixed order: the same bits every run.

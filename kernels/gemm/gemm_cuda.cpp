@@ -43,13 +43,15 @@ struct GemmPlans::Impl {
       }
       note = "its row in the table is refused: " + reason;
     }
-    // The first answer is wanted; more are asked for only if it is dropped.
+    // The first answer is wanted; more are asked for only if it is dropped. Some FP8 shapes have answers with a split K alone (its
+    // parts are added in a fixed order too).
     std::vector<cublasLtMatmulAlgo_t> candidates;
-    for (const int asked : {1, 8, 64}) {
-      candidates = gemm_candidates(handle.get(), descriptors, asked, SplitK::none);
-      if (!candidates.empty()) break;
+    for (const SplitK split : {SplitK::none, SplitK::allowed}) {
+      for (const int asked : {1, 8, 64}) {
+        if (candidates.empty()) candidates = gemm_candidates(handle.get(), descriptors, asked, split);
+      }
     }
-    if (candidates.empty()) throw Error("gemm " + describe_gemm(key) + ": cuBLASLt has no algorithm for it without split-K");
+    if (candidates.empty()) throw Error("gemm " + describe_gemm(key) + ": cuBLASLt has no algorithm for it");
     untuned.push_back(describe_gemm(key) + " (" + note + ")");
     return plans.emplace(key, Plan{std::move(descriptors), candidates.front()}).first->second;
   }

@@ -11,7 +11,8 @@ namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kC = 768, kF = 3072, kV = 50304;
-constexpr int64_t kMainTrackTokens = 49152;
+constexpr int64_t kGates = 64;                                          // hidden width of the Main Track's gate nets
+constexpr int64_t kMainTrackTokens[] = {49152, 131072, 262144, 393216};  // a row of the last stage; the steps of its stages
 constexpr int64_t kChunk = 16384;  // tokens whose logits the engine holds at once
 
 struct Layer {
@@ -34,11 +35,17 @@ GemmKey fp8(int64_t m, int64_t n, int64_t k, GemmType type_a, Accumulation accum
   return {.m = m, .n = n, .k = k, .transpose_b = true, .type_a = type_a, .type_b = GemmType::e4m3, .accumulation = accumulation};
 }
 
-// The Main Track's MLP: no biases, forward in BF16 and in FP8, backward in BF16.
-void add_main_track_mlp(std::vector<GemmKey>& products, int64_t N, const Layer& up) {
-  products.push_back(forward(N, up));
-  products.push_back(input_grad(N, up));  // the down product has its shape
-  products.push_back(weight_grad(N, up));
+// The Main Track's layer: no biases; the MLP forward in BF16 and in FP8.
+void add_main_track_layer(std::vector<GemmKey>& products, int64_t N) {
+  const auto plain = [](int64_t K, int64_t O) { return Layer{.K = K, .O = O, .forward = Epilogue::none, .residual = false}; };
+  for (const Layer& layer : {plain(kC, 3 * kC), plain(kC, kC), plain(kC, kF), plain(kC, kGates)}) {
+    products.push_back(forward(N, layer));
+    products.push_back(input_grad(N, layer));  // of up: the down product has its shape
+    products.push_back(weight_grad(N, layer));
+  }
+  GemmKey gate_input_grad = input_grad(N, plain(kC, kGates));
+  gate_input_grad.accumulate = true;
+  products.push_back(gate_input_grad);
   products.push_back(fp8(N, kF, kC, GemmType::e4m3, Accumulation::fast));
   products.push_back(fp8(N, kC, kF, GemmType::e4m3, Accumulation::fast));
 }
@@ -150,9 +157,12 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
   products.push_back(weight_grad(kChunk, head));
   add_muon(products, kC, kC, 48);
   add_muon(products, kC, kF, 12);
-  const Layer up_no_bias{.K = kC, .O = kF, .forward = Epilogue::none, .residual = false};
-  for (const int64_t N : tokens.empty() ? std::vector<int64_t>{kMainTrackTokens} : tokens)
-    add_main_track_mlp(products, N, up_no_bias);
+  // The Main Track's banks: pairs of Q or K heads, V and O, MLP.
+  add_muon(products, 256, kC, 60);
+  add_muon(products, kC, kC, 20);
+  add_muon(products, kC, kF, 22);
+  for (const int64_t N : tokens.empty() ? std::vector<int64_t>(std::begin(kMainTrackTokens), std::end(kMainTrackTokens)) : tokens)
+    add_main_track_layer(products, N);
   add_fp8_head(products, kChunk);
   std::vector<GemmKey> unique;
   for (const GemmKey& key : products) {
@@ -230,6 +240,7 @@ void tune_gemms(const std::vector<GemmKey>& products, const CudaExec& exec, std:
   const LtHandle handle = make_lt_handle();
   const BenchBuffer workspace = BenchBuffer::zeroed(GemmPlans::kWorkspaceBytes);
   for (const GemmKey& key : products) {
+    if (find_tuning(key, exec.compute_capability) != nullptr) continue;
     const GemmDescriptors descriptors(key);
     GemmOperands operands(key);
     struct Candidate {

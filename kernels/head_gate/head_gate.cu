@@ -1,10 +1,10 @@
 // Head by head: XSA, z = y − tanh(α)·(y·v/n)·v with n = max(‖v‖², 1e−8), then out = gate·z.
 // Backward, with τ = tanh α and dz = gate·dout:
 //   dgate = dout·z;   dy = dz − τ·(dz·v/n)·v;   dα = −(1 − τ²)·(y·v/n)·(dz·v)
-//   dv += −τ·((y·v/n)·dz + (dz·v/n)·y − 2·(y·v/n)·(dz·v/n)·v), the last term only where n is ‖v‖²
+//   dv = −τ·((y·v/n)·dz + (dz·v/n)·y − 2·(y·v/n)·(dz·v/n)·v), the last term only where n is ‖v‖²
 // Layout    (N, H, D) row-major, D % 8 == 0, D <= 256, 16-byte aligned; α and gate with a stride of their own.
 // Work      a group of D/8 lanes (the next power of two) per head, 8 elements a lane; a thread loads two heads before it works.
-// Traffic   forward reads 2·N·H·D elements and writes N·H·D; backward reads 4 and writes 2. Without XSA: 1 and 1; 2 and 1.
+// Traffic   forward reads 2·N·H·D elements and writes N·H·D; backward reads 3 and writes 2. Without XSA: 1 and 1; 2 and 1.
 // Numerics  FP32 between one load and one store; sums over a head by a fixed butterfly, all of them taken of the inputs, so one
 //           pass does.
 #include <limits>
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) head_gate_forward_kernel(const HeadG
 
 template <int kLanes, bool kXsa>
 __global__ void __launch_bounds__(kThreads) head_gate_backward_kernel(const HeadGateBackward<bf16> p) {
-  uint4 raw_dout[kHeads], raw_y[kHeads], raw_v[kHeads], raw_dv[kHeads];
+  uint4 raw_dout[kHeads], raw_y[kHeads], raw_v[kHeads];
   float gate[kHeads], alpha[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -99,7 +99,6 @@ __global__ void __launch_bounds__(kThreads) head_gate_backward_kernel(const Head
     raw_y[i] = load_if(place.active, p.y + place.at);
     if constexpr (kXsa) {
       raw_v[i] = load_if(place.active, p.v + place.at);
-      raw_dv[i] = load_if(place.active, p.dv + place.at);
       alpha[i] = load_if(place.active, p.alpha + place.coefficient, 0.0f);
     }
     gate[i] = load_if(place.active && p.gate != nullptr, p.gate + place.coefficient, 1.0f);
@@ -114,7 +113,6 @@ __global__ void __launch_bounds__(kThreads) head_gate_backward_kernel(const Head
     if constexpr (kXsa) {
       float v[kVec], dv[kVec];
       unpack8(raw_v[i], v);
-      unpack8(raw_dv[i], dv);
       const float norm = warp_sum<kLanes>(dot(v, v));
       const float y_v = warp_sum<kLanes>(dot(y, v)), dout_v = warp_sum<kLanes>(dot(dz, v));
       const float square = fmaxf(norm, kLeastSquare), tau = tanhf(alpha[i]);
@@ -124,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) head_gate_backward_kernel(const Head
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         dz[j] *= gate[i];
-        dv[j] -= tau * (y_share * dz[j] + dz_share * y[j] - own * v[j]);
+        dv[j] = -tau * (y_share * dz[j] + dz_share * y[j] - own * v[j]);
         dz[j] -= tau * dz_share * v[j];
       }
       if (place.active) store8(p.dv + place.at, dv);

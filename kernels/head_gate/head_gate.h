@@ -23,7 +23,7 @@ struct HeadGateForward {
 template <class T>
 struct HeadGateBackward {
   T* dy;          // (N, H, D) = ; may be dout
-  T* dv;          // (N, H, D) += ; null without alpha
+  T* dv;          // (N, H, D) = ; null without alpha
   T* dalpha;      // dalpha[t·stride + h] = ; null without alpha
   T* dgate;       // dgate[t·stride + h] = ; null without gate
   const T* dout;  // (N, H, D)

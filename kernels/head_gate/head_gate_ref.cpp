@@ -63,7 +63,7 @@ void head_gate_backward(const HeadGateBackward<T>& a, const HostExec& exec) {
           dgate -= tau * y_share * dout_v;
           for (int d = 0; d < a.D; ++d) {
             const Acc<T> dz = gate * dout[d];
-            a.dv[at + d] = exec.store(a.dv[at + d] - tau * (y_share * dz + dz_share * y[d] - own * v[d]));
+            a.dv[at + d] = exec.store(-tau * (y_share * dz + dz_share * y[d] - own * v[d]));
             a.dy[at + d] = exec.store(dz - tau * dz_share * v[d]);  // the last read of dout[d] is above: dy may be dout
           }
         }

@@ -387,7 +387,8 @@ void Relu2UpCudaTest::check_real_numbers(double tolerance) {
 }
 
 TEST_F(Relu2UpCudaTest, RealNumbersE4m3) { check_real_numbers<e4m3>(0x1p-10); }
-TEST_F(Relu2UpCudaTest, RealNumbersBf16) { check_real_numbers<bf16>(0x1p-18); }
+// The tensor cores cut off what they add to an FP32 sum: 48 steps, one way.
+TEST_F(Relu2UpCudaTest, RealNumbersBf16) { check_real_numbers<bf16>(0x1p-16); }
 
 TEST_F(Relu2UpCudaTest, SaturatesAndKeepsNan) {
   const Shape s{.N = 70, .C = 128, .F = 256};

@@ -3,8 +3,7 @@
 // columns (keys or queries) at a time:
 //   scores (rows × chunk) = R · Cᵀ      R and C are (·, D) in shared memory
 //   result (rows × D)    += W · C       W = weights computed from scores, which as mma accumulators already have the lanes that
-//   mma's
-//                                       left operand wants: they never leave their registers
+//                                       mma's left operand wants: they never leave their registers
 // Tiles in shared memory are (rows, D) bf16; the 16-byte piece p of row r lies at piece p ^ (r % 8), so that the 8 rows that an
 // ldmatrix reads at one p touch all 32 banks.
 #include <cmath>

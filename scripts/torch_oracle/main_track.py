@@ -284,9 +284,10 @@ class MainTrack:
         self.model, self.dtype, self.accurate = config["model"], dtype, accurate(dtype)
         self.layers, self.nets = layers_of(self.model), gate_layout(self.model)
         self.groups = {name: group for name, (_, group) in parameter_table(self.model).items()}
-        self.truncated = {
-            name for name, group in self.groups.items() if group and config["optim"][group]["master"] == "truncated" and dtype == torch.bfloat16
-        }
+        self.truncated = set()
+        if dtype == torch.bfloat16:
+            masters = {name: config["optim"][group]["master"] for name, group in self.groups.items() if group}
+            self.truncated = {name for name, master in masters.items() if master == "truncated"}
         self.prefix = None if prefix is None else torch.as_tensor(prefix)
         self.fp8 = config["fp8"]
         self.fp8_on = {part: fp8 and self.fp8[part] == "fp8" for part in ("mlp_up", "mlp_down", "head")}

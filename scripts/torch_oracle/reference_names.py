@@ -66,7 +66,14 @@ def set_weights(model, values):
         view.copy_(values[name])
 
 
-def gradients(model):
-    """While head and embedding are one matrix, the head's is the gradient of both."""
-    theirs = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+@torch.no_grad()
+def gradients(model, sums):
+    """sums: the reference's name -> gradient, where it is not the parameter's .grad. While head and embedding are one matrix, the head's
+    gradient is that of both, added up in its type."""
+    theirs = {}
+    for name, parameter in model.named_parameters():
+        grad = sums.get(name, parameter.grad)
+        theirs[name] = torch.zeros_like(parameter) if grad is None else grad
+    theirs["lm_head.weight"] += theirs["embed.weight"].T
+    theirs["embed.weight"].zero_()
     return dict(views(theirs, model.embed.embedding_dim))

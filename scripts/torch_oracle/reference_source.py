@@ -2,7 +2,7 @@
 optimizer, schedule and loader can be driven from outside, in one process, without compilation.
 
 The source is read as a syntax tree and changed in general terms only:
-  - what stands after the last class, and what talks to GPUs or other processes at import, is left out;
+  - what stands after the last class, and what talks to GPUs or other processes at import, is left out; every tensor is made on one device;
   - a slice that is assigned to another slice of the same tensor is copied first (compiled code does so by itself, eager code races);
   - the FP8 copy of the MLP's input is made from FP32, as compiled code does it;
   - with another type than BF16: that type everywhere.
@@ -77,11 +77,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Assign(self, node):
         self.generic_visit(node)
         target, value = node.targets[0], node.value
-        if isinstance(target, ast.Subscript) and isinstance(value, ast.Subscript):
-            if isinstance(target.value, ast.Name) and ast.dump(target.value)[:-9] == ast.dump(value.value)[:-9]:
-                if isinstance(target.slice, ast.Tuple):
-                    self.slice_copies += 1
-                    node.value = _call_method(value, "clone")
+        if isinstance(target, ast.Subscript) and isinstance(value, ast.Subscript) and ast.dump(target.value) == ast.dump(value.value):
+            self.slice_copies += 1
+            node.value = _call_method(value, "clone")
         return node
 
     def visit_Attribute(self, node):
@@ -145,6 +143,13 @@ def _replace_kernels(triton_kernels, dc_triton_kernels):
     dc_triton_kernels.dc_attention_postonly_nodd_correction_add_base_triton = reference_kernels.dc_attention_add_base
 
 
+def _complete_backward(function):
+    """Compiled code takes it when gradients of a function's last arguments are missing; eager code wants a None for each, and does not
+    mind too many."""
+    backward = function.backward
+    function.backward = staticmethod(lambda ctx, *grads: (*backward(ctx, *grads), *[None] * 8))
+
+
 def load(source, device, dtype, fp8, ranks, compiled=False):
     """The reference as a module. device "cuda" or "cpu"; dtype BF16, or FP32 for all weights and activations; ranks: bytes -> id of every
     token but the end of text. Its own kernels run on a GPU in BF16, PyTorch's operations otherwise. Once a process."""
@@ -193,11 +198,11 @@ def load(source, device, dtype, fp8, ranks, compiled=False):
 
     module.norm = lambda x: F.rms_norm(x, (x.size(-1),), None, NORM_EPS)
     module.NorMuonAndAdam._cautious_wd_and_update_inplace = staticmethod(reference_kernels.update_with_master)
-    if not fp8:
+    if fp8:
+        _complete_backward(module.FusedSoftcappedCrossEntropy)
+    else:
         module.FusedSoftcappedCrossEntropy = reference_kernels.SoftcappedCrossEntropy
     module.ReLUSqrdMLP = triton_kernels.FusedLinearReLUSquareFunction.apply
-    # The corpus may hold shorter documents than FineWeb.
-    module.TRAIN_MAX_NUM_DOCS = {tokens: 8 * slots for tokens, slots in module.TRAIN_MAX_NUM_DOCS.items()}
     return module
 
 
@@ -266,6 +271,8 @@ def set_schedule(module, config):
         begin += stage["steps"]
         table.append(module.TrainingStage(**values, duration=None if i == 3 else stage["steps"] / scheduled))
     module.TRAINING_STAGES = table
+    # Its places for documents are as few as FineWeb needs.
+    module.TRAIN_MAX_NUM_DOCS = {rows: max(128, rows // 16) for rows in (stage["batch_tokens"] // 8 for stage in stages)}
     # Half a step less, so that the start of the fall is a whole number after truncation.
     cooldown = (lr["cooldown_steps"] - 0.5) / scheduled
     module.training_schedule = module.TrainingSchedule(table, scheduled, stages[3]["steps"], cooldown_frac=cooldown)
@@ -276,9 +283,4 @@ def make_manager(module, model, config):
     manager = module.TrainingManager(model)
     manager.block_size = 1
     manager.split_step = config["schedule"]["split_step"] | 1
-    # Numbers of a step that live on the CPU for compilation's sake; eager operations want them where the tensors are.
-    optimizer = manager.optimizer
-    for name, value in vars(optimizer).items():
-        if isinstance(value, torch.Tensor):
-            setattr(optimizer, name, value.to(module.device))
     return manager

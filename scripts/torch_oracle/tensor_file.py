@@ -9,23 +9,27 @@ import torch
 _NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "I64": np.int64, "I32": np.int32}
 
 
-def save(path, tensors, metadata=None):
-    """tensors: name -> torch tensor; FP32 and FP64 keep their type, everything else is written as FP32."""
+def save(path, tensors, metadata=None, keep_bf16=False):
+    """tensors: name -> torch tensor; FP32 and FP64 keep their type, and BF16 if wanted; everything else is written as FP32."""
     arrays = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        arrays[name] = (tensor if tensor.dtype == torch.float64 else tensor.float()).numpy()
+        if tensor.dtype == torch.bfloat16 and keep_bf16:
+            arrays[name] = "BF16", tensor.view(torch.uint16).numpy()
+        elif tensor.dtype == torch.float64:
+            arrays[name] = "F64", tensor.numpy()
+        else:
+            arrays[name] = "F32", tensor.float().numpy()
     table = {"__metadata__": {key: str(value) for key, value in metadata.items()}} if metadata else {}
     offset = 0
-    for name, array in arrays.items():
-        dtype = "F64" if array.dtype == np.float64 else "F32"
+    for name, (dtype, array) in arrays.items():
         table[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
     header = json.dumps(table).encode()
     header += b" " * (-len(header) % 8)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for array in arrays.values():
+        for _, array in arrays.values():
             file.write(array.tobytes())
 
 

@@ -176,7 +176,8 @@ class MainTrack : public Model<T> {
     int heads;  // neighbouring heads that share a gate
   };
   ValueGate value_gate(const Layer& layer) const;
-  kernels::Relu2MlpFp8 mlp_fp8(const Layer& layer) const;
+  bool fused_up(bool fp8_operands) const;
+  kernels::Relu2MlpFp8 mlp_fp8(const Layer& layer, bool with_fp8) const;
   kernels::HeadFp8 head_fp8() const;
   int first_shared_reader() const;
   const Acc<T>* frequencies() const;

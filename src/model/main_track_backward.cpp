@@ -177,7 +177,6 @@ void MainTrack<T>::backward_attention(Layer& layer) {
                                                       .K = C,
                                                       .O = C},
                            exec());
-  if (layer.on.xsa) device_.zero(dv_xsa_, static_cast<size_t>(N() * C) * sizeof(T));
   if (gated) {
     kernels::head_gate_backward(kernels::HeadGateBackward<T>{.dy = dy_,
                                                              .dv = layer.on.xsa ? dv_xsa_ : nullptr,

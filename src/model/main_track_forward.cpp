@@ -254,7 +254,7 @@ void MainTrack<T>::forward_mlp(Layer& layer, bool with_fp8) {
                                                          .inp = act.norm2,
                                                          .up_weight = layer.up_weight,
                                                          .down_weight = layer.down_weight,
-                                                         .fp8 = with_fp8 ? mlp_fp8(layer) : kernels::Relu2MlpFp8{},
+                                                         .fp8 = mlp_fp8(layer, with_fp8),
                                                          .N = N(),
                                                          .C = config_.width,
                                                          .F = config_.mlp_hidden},

@@ -1,5 +1,6 @@
 // FP8 in the Main Track's model: memory, scales, and what happens once per step.
 #include "fmt/format.h"
+#include "kernels/relu2_mlp/relu2_up_sm90.h"
 #include "src/model/main_track.h"
 
 namespace speedrun {
@@ -92,9 +93,26 @@ void MainTrack<T>::write_initial_scales() {
   device_.synchronize();
 }
 
+// Up-projection with its epilogue in one Hopper kernel: where the device and the shapes allow it, unless the config says which.
 template <class T>
-kernels::Relu2MlpFp8 MainTrack<T>::mlp_fp8(const Layer& layer) const {
-  if (scale_buffer_ == nullptr) return {};
+bool MainTrack<T>::fused_up(bool fp8_operands) const {
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (fp8_.mlp_up_kernel == MlpUpKernel::cublaslt) return false;
+    const int C = config_.width, F = config_.mlp_hidden;
+    const bool takes = fp8_operands ? kernels::relu2_up_sm90_takes<e4m3>(C, F, exec()) : kernels::relu2_up_sm90_takes<bf16>(C, F, exec());
+    if (!takes && fp8_.mlp_up_kernel == MlpUpKernel::fused) {
+      throw InputError(fmt::format("fp8.mlp_up_kernel = fused: needs compute capability 9.0 and other shapes than model.width = {}, "
+                                   "model.mlp_hidden = {} (width a multiple of 128 up to 768, mlp_hidden of 256); use auto",
+                                   C, F));
+    }
+    return takes;
+  }
+  return false;  // the reference is one loop anyway
+}
+
+template <class T>
+kernels::Relu2MlpFp8 MainTrack<T>::mlp_fp8(const Layer& layer, bool with_fp8) const {
+  if (scale_buffer_ == nullptr || !with_fp8) return {.fused_up = fused_up(false)};
   return {.up8 = layer.up8,
           .up_scale = scales_.up + layer.index,
           .inp8 = inp8_,
@@ -105,7 +123,7 @@ kernels::Relu2MlpFp8 MainTrack<T>::mlp_fp8(const Layer& layer) const {
           .post8 = post8_,
           .post_scale = scales_.post + layer.index,
           .post_scaling = fp8_scaling(fp8_, fp8_.mlp_down_scaling),
-          .fused_up = fp8_.mlp_up_kernel == MlpUpKernel::fused,
+          .fused_up = fused_up(layer.up8 != nullptr),
           .count = fp8_.warn_saturated > 0};
 }
 
@@ -221,7 +239,7 @@ template void MainTrack<float>::end_step(kernels::StepVerdict*);
 template std::vector<StateTensor> MainTrack<float>::state();
 template void MainTrack<float>::reset_state();
 template std::vector<Fp8Losses> MainTrack<float>::take_fp8_losses(int64_t, int64_t);
-template kernels::Relu2MlpFp8 MainTrack<float>::mlp_fp8(const Layer&) const;
+template kernels::Relu2MlpFp8 MainTrack<float>::mlp_fp8(const Layer&, bool) const;
 template kernels::HeadFp8 MainTrack<float>::head_fp8() const;
 template void MainTrack<double>::plan_fp8(MemoryPlan&);
 template void MainTrack<double>::prepare_fp8();
@@ -230,7 +248,7 @@ template void MainTrack<double>::end_step(kernels::StepVerdict*);
 template std::vector<StateTensor> MainTrack<double>::state();
 template void MainTrack<double>::reset_state();
 template std::vector<Fp8Losses> MainTrack<double>::take_fp8_losses(int64_t, int64_t);
-template kernels::Relu2MlpFp8 MainTrack<double>::mlp_fp8(const Layer&) const;
+template kernels::Relu2MlpFp8 MainTrack<double>::mlp_fp8(const Layer&, bool) const;
 template kernels::HeadFp8 MainTrack<double>::head_fp8() const;
 #if SPEEDRUN_HAS_CUDA
 template void MainTrack<bf16>::plan_fp8(MemoryPlan&);
@@ -240,7 +258,7 @@ template void MainTrack<bf16>::end_step(kernels::StepVerdict*);
 template std::vector<StateTensor> MainTrack<bf16>::state();
 template void MainTrack<bf16>::reset_state();
 template std::vector<Fp8Losses> MainTrack<bf16>::take_fp8_losses(int64_t, int64_t);
-template kernels::Relu2MlpFp8 MainTrack<bf16>::mlp_fp8(const Layer&) const;
+template kernels::Relu2MlpFp8 MainTrack<bf16>::mlp_fp8(const Layer&, bool) const;
 template kernels::HeadFp8 MainTrack<bf16>::head_fp8() const;
 #endif
 

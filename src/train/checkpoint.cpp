@@ -82,7 +82,7 @@ bool printable(std::string_view text) { return std::none_of(text.begin(), text.e
 // Bytes that the section's type and shape need; 0 for a type or shape that is none.
 uint64_t expected_bytes(const Section& section) {
   uint64_t bytes = 0;
-  for (const DType dtype : {DType::f32, DType::f64, DType::bf16}) {
+  for (const DType dtype : {DType::f32, DType::f64, DType::bf16, DType::u8}) {
     if (section.dtype == dtype_name(dtype)) bytes = dtype_size(dtype);
   }
   for (const int64_t extent : section.shape) {

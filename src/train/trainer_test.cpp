@@ -7,6 +7,7 @@
 #include <limits>
 #include <thread>
 
+#include "fmt/format.h"
 #include "src/core/device.h"
 #include "src/train/checkpoint.h"
 #include "src/train/data_setup.h"
@@ -80,45 +81,66 @@ std::vector<StateEntry> parameters_of(Engine& engine) {
   return parameters;
 }
 
+enum class Track { gpt2, optimization, main };
+
+const char* name_of(Track track) {
+  if (track == Track::gpt2) return "Gpt2";
+  return track == Track::optimization ? "OptimizationTrack" : "MainTrack";
+}
+
+nlohmann::json patch_of(Track track) {
+  if (track == Track::gpt2) return nlohmann::json::object();
+  return track == Track::optimization ? optimization_track_patch() : main_track_patch();
+}
+
 struct Setup {
-  bool optimization_track;
+  Track track;
   bool cuda;
 };
 
-class BothArchitectures : public ::testing::TestWithParam<Setup> {
+class EveryTrack : public ::testing::TestWithParam<Setup> {
  protected:
   void SetUp() override {
     std::string why_not;
     if (GetParam().cuda && !cuda_available(&why_not)) GTEST_SKIP() << "NO GPU, NOT TESTED: " << why_not;
   }
+  static bool main_track() { return GetParam().track == Track::main; }
   static nlohmann::json patch() {
-    nlohmann::json patch = GetParam().optimization_track ? optimization_track_patch() : nlohmann::json::object();
+    nlohmann::json patch = patch_of(GetParam().track);
+    if (!GetParam().cuda) return patch;
     // The smallest model that the CUDA kernels take: one head of 64.
-    if (GetParam().cuda)
-      patch.merge_patch({{"model", {{"width", 64}, {"num_heads", 1}, {"mlp_hidden", 128}}}, {"train", {{"device", "cuda"}}}});
+    if (!main_track()) patch.merge_patch({{"model", {{"width", 64}, {"num_heads", 1}, {"mlp_hidden", 128}}}});
+    patch.merge_patch({{"train", {{"device", "cuda"}}}});
     return patch;
+  }
+  // The patched config has 20 steps.
+  static std::string steps(int count) {
+    return main_track() ? fmt::format("schedule.scale={}", count / 20.0) : fmt::format("schedule.steps={}", count);
   }
 };
 
-TEST_P(BothArchitectures, LearnsAndReportsItsResult) {
+TEST_P(EveryTrack, LearnsAndReportsItsResult) {
   TestFolder folder;
   const auto config = write_test_config(folder.path(), patch());
-  EXPECT_EQ(train_config(config, {"schedule.steps=60", "data.repeat=2", "train.target_loss=3.0"}), 0);
+  EXPECT_EQ(train_config(config, {steps(60), "data.repeat=12", "train.target_loss=3.0"}), 0);
   const auto run = folder.path() / "runs" / "r";
   const std::vector<double> losses = train_losses(run);
   ASSERT_EQ(losses.size(), 60u);
-  EXPECT_NEAR(losses[0], std::log(304.0), 0.6);
+  // The Main Track's is a sum of several terms.
+  if (!main_track()) {
+    EXPECT_NEAR(losses[0], std::log(304.0), 0.6);
+  }
   EXPECT_LT(losses.back(), 3.0);
   const auto result = nlohmann::json::parse(read_file((run / "result.json").string()));
   EXPECT_EQ(result["reached"], true);
   EXPECT_EQ(result["steps"], 60);
-  EXPECT_EQ(result["tokens"], 60 * 256);
+  EXPECT_EQ(result["tokens"], main_track() ? 42 * 256 + 18 * 512 : 60 * 256);
   EXPECT_LE(result["reached_at"]["step"].get<int>(), 60);
   EXPECT_TRUE(std::filesystem::exists(run / "log.txt"));
   EXPECT_TRUE(std::filesystem::exists(run / "config.json"));
 }
 
-TEST_P(BothArchitectures, ResumeEqualsNoInterruption) {
+TEST_P(EveryTrack, ResumeEqualsNoInterruption) {
   TestFolder folder;
   const auto config = write_test_config(folder.path(), patch());
   ASSERT_EQ(train_config(config), 0);
@@ -135,67 +157,87 @@ TEST_P(BothArchitectures, ResumeEqualsNoInterruption) {
   EXPECT_EQ(a.last_val_loss, b.last_val_loss);
 }
 
-TEST_P(BothArchitectures, SameBitsTwiceAndOtherBitsForAnotherSeed) {
+TEST_P(EveryTrack, SameBitsTwiceAndOtherBitsForAnotherSeed) {
   TestFolder folder;
   const auto config = write_test_config(folder.path(), patch());
-  train_config(config, {"schedule.steps=5", "run.name=a"});
-  train_config(config, {"schedule.steps=5", "run.name=b", "train.threads=3"});
-  train_config(config, {"schedule.steps=5", "run.name=c", "train.seed=2"});
+  train_config(config, {steps(5), "run.name=a"});
+  train_config(config, {steps(5), "run.name=b", "train.threads=3"});
+  train_config(config, {steps(5), "run.name=c", "train.seed=2"});
   const auto runs = folder.path() / "runs";
   EXPECT_EQ(train_losses(runs / "a"), train_losses(runs / "b"));
   EXPECT_NE(train_losses(runs / "a"), train_losses(runs / "c"));
 }
 
-TEST_P(BothArchitectures, TheMicroBatchDoesNotMatterBeyondRounding) {
+TEST_P(EveryTrack, TheMicroBatchDoesNotMatterBeyondRounding) {
   TestFolder folder;
   const auto config = write_test_config(folder.path(), patch());
   const auto runs = folder.path() / "runs";
-  for (const int64_t micro_batch : {32, 64, 256})
-    train_config(config, {"run.name=" + std::to_string(micro_batch), "train.micro_batch_tokens=" + std::to_string(micro_batch),
-                          "schedule.steps=8"});
-  const std::vector<double> reference = train_losses(runs / "256");
-  for (const char* name : {"32", "64"}) {
+  const int64_t whole = main_track() ? 512 : 256;
+  for (const int64_t micro_batch : {int64_t{64}, int64_t{128}, whole})
+    train_config(config, {"run.name=" + std::to_string(micro_batch), "train.micro_batch_tokens=" + std::to_string(micro_batch), steps(8),
+                          // the one scaling that looks at a micro-batch alone is left out
+                          main_track() ? "fp8.mlp_up_scaling=fixed" : "train.log_every=1"});
+  const std::vector<double> reference = train_losses(runs / std::to_string(whole));
+  for (const char* name : {"64", "128"}) {
     const std::vector<double> losses = train_losses(runs / name);
     ASSERT_EQ(losses.size(), reference.size());
     for (size_t i = 0; i < losses.size(); ++i)
-      EXPECT_NEAR(losses[i], reference[i], GetParam().cuda ? 2e-2 : 2e-4) << name << " step " << i;
+      EXPECT_NEAR(losses[i], reference[i], GetParam().cuda ? 2e-2 : (main_track() ? 2e-3 : 2e-4)) << name << " step " << i;
     EXPECT_NEAR(losses[0], reference[0], GetParam().cuda ? 5e-4 : 1e-6);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Trainer, BothArchitectures,
-                         ::testing::Values(Setup{false, false}, Setup{true, false}, Setup{false, true}, Setup{true, true}),
+INSTANTIATE_TEST_SUITE_P(Trainer, EveryTrack,
+                         ::testing::Values(Setup{Track::gpt2, false}, Setup{Track::optimization, false}, Setup{Track::main, false},
+                                           Setup{Track::gpt2, true}, Setup{Track::optimization, true}, Setup{Track::main, true}),
                          [](const auto& param) {
-                           return std::string(param.param.optimization_track ? "OptimizationTrack" : "Gpt2") +
-                                  (param.param.cuda ? "Cuda" : "Cpu");
+                           return std::string(name_of(param.param.track)) + (param.param.cuda ? "Cuda" : "Cpu");
                          });
 
+// Every parameter a little away from where it starts, where many gradients vanish.
+void move_parameters(Engine& engine) {
+  for (const StateEntry& entry : engine.state()) {
+    if (!entry.name.starts_with(kParameterPrefix) || entry.name.ends_with("bigram.sign")) continue;
+    std::vector<std::byte> bytes = entry.read();
+    auto* values = reinterpret_cast<float*>(bytes.data());
+    for (size_t i = 0; i < bytes.size() / sizeof(float); ++i)
+      values[i] += static_cast<float>(0.05 * random_normal(21, hash_bytes(entry.name.data(), entry.name.size()), i));
+    entry.write(bytes);
+  }
+}
+
 // The whole model on both devices: same weights, same batch, FP32 against BF16.
-class CudaAgainstCpu : public ::testing::TestWithParam<bool> {};
+class CudaAgainstCpu : public ::testing::TestWithParam<Track> {};
 
 TEST_P(CudaAgainstCpu, EveryGradientAgreesToBf16) {
   std::string why_not;
   if (!cuda_available(&why_not)) GTEST_SKIP() << "NO GPU, NOT TESTED: " << why_not;
   TestFolder folder;
-  nlohmann::json patch = GetParam() ? optimization_track_patch() : nlohmann::json::object();
+  const bool main_track = GetParam() == Track::main;
+  nlohmann::json patch = patch_of(GetParam());
   // Documents, a window and three heads; weights away from zero so that every gradient is alive.
-  patch.merge_patch({{"model",
-                      {{"width", 192},
-                       {"num_heads", 3},
-                       {"mlp_hidden", 256},
-                       {"init", "gpt2"},
-                       {"window_short", 20},
-                       {"layers", {{"1", {{"window", "short"}}}}}}},
-                     {"train", {{"batch_tokens", 512}, {"micro_batch_tokens", 256}}}});
+  if (main_track) {
+    patch.merge_patch({{"fp8", {{"mlp_up", "bf16"}, {"mlp_down", "bf16"}, {"head", "bf16"}}}});
+  } else {
+    patch.merge_patch({{"model",
+                        {{"width", 192},
+                         {"num_heads", 3},
+                         {"mlp_hidden", 256},
+                         {"init", "gpt2"},
+                         {"window_short", 20},
+                         {"layers", {{"1", {{"window", "short"}}}}}}},
+                       {"train", {{"batch_tokens", 512}, {"micro_batch_tokens", 256}}}});
+  }
   const Config config = load_config(write_test_config(folder.path(), patch));
   const auto gradients_on = [&](std::unique_ptr<Device> device, double* loss) {
     auto engine = make_engine(config, *device, {.micro_batch_tokens = 256, .evaluation_row_tokens = 32, .training = true});
     engine->warm_up();
     engine->initialize(4);
+    if (main_track) move_parameters(*engine);
     auto reader = make_train_reader(config, train_reader_options(config));
     StepRows rows;
     reader->next(step_shape(config, 0), 0, 1, rows);
-    for (size_t i = 0; i < rows.doc_start.size(); ++i) rows.doc_start[i] = static_cast<int32_t>(i % 32 / 12 * 12);
+    for (size_t i = 0; i < rows.doc_start.size() && !main_track; ++i) rows.doc_start[i] = static_cast<int32_t>(i % 32 / 12 * 12);
     std::vector<std::pair<std::string, std::vector<float>>> gradients;
     for (const StateEntry& entry : engine->gradients(rows, loss)) {
       const auto bytes = entry.read();
@@ -205,24 +247,28 @@ TEST_P(CudaAgainstCpu, EveryGradientAgreesToBf16) {
     }
     return gradients;
   };
-  double cpu_loss = 0, cuda_loss = 0;
+  double cpu_loss = 0, rounded_loss = 0, cuda_loss = 0;
   const auto cpu = gradients_on(make_cpu_device(2), &cpu_loss);
+  // What BF16 activations alone cost: sums over all tokens that almost cancel (single factors) cannot be better than this.
+  const auto rounded = gradients_on(make_cpu_device(2, true), &rounded_loss);
   const auto cuda = gradients_on(make_cuda_device(0), &cuda_loss);
   EXPECT_NEAR(cuda_loss, cpu_loss, 2e-3 * cpu_loss);
   for (size_t p = 0; p < cpu.size(); ++p) {
-    double error = 0, norm = 0;
+    if (cpu[p].first == "bigram.sign" || (main_track && cpu[p].first == "wte")) continue;  // not trained; still the head
+    double error = 0, rounding = 0, norm = 0;
     for (size_t i = 0; i < cpu[p].second.size(); ++i) {
-      const double a = cpu[p].second[i], b = cuda[p].second[i];
+      const double a = cpu[p].second[i], b = cuda[p].second[i], c = rounded[p].second[i];
       error += (a - b) * (a - b);
+      rounding += (a - c) * (a - c);
       norm += a * a;
     }
     ASSERT_GT(norm, 0) << cpu[p].first;
-    EXPECT_LT(std::sqrt(error / norm), 0.03) << cpu[p].first;
+    EXPECT_LT(std::sqrt(error), std::max(0.03 * std::sqrt(norm), 3 * std::sqrt(rounding))) << cpu[p].first;
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Trainer, CudaAgainstCpu, ::testing::Bool(),
-                         [](const auto& param) { return std::string(param.param ? "OptimizationTrack" : "Gpt2"); });
+INSTANTIATE_TEST_SUITE_P(Trainer, CudaAgainstCpu, ::testing::Values(Track::gpt2, Track::optimization, Track::main),
+                         [](const auto& param) { return std::string(name_of(param.param)); });
 
 TEST(Trainer, ANonFiniteGradientStopsTheRunBeforeTheWeightsAndKeepsTheGoodCheckpoint) {
   TestFolder folder;

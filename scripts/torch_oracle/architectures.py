@@ -1,8 +1,12 @@
-"""The model that a configuration names."""
+"""The module that knows a configuration's parameters: parameter_table, init_parameters, muon_matrices, decays and keeps_master."""
 
-import main_track
+import main_track_parameters
 import model as gpt
 
 
+def is_main_track(config):
+    return config["model"].get("architecture") == "main_track"
+
+
 def module_of(config):
-    return main_track if config["model"].get("architecture") == "main_track" else gpt
+    return main_track_parameters if is_main_track(config) else gpt

@@ -9,6 +9,8 @@ each), and its values (float32; ids are exact in it).
   weight/NAME, grad/NAME                    parameters; gradients of grad_scale · Σ loss, with the record's rule at row ends
   loss, eval.loss                           per token: training's several terms, evaluation's plain cross-entropy
   tied.loss, tied.grad/head.weight          where embedding and head are the head's one matrix
+  fp8.0.loss, fp8.1.loss, fp8.grad/NAME     two steps with FP8, the down weights half as large again in the second, whose scales come
+                                            from the first; gradients of some parameters, summed
   tokens, targets, doc_start, prefix        the batch: doc_start counts from the first row's start
   stage/…                                   windows, attention_scale, frequencies, next_weights, prefix_weight, grad_scale
 src/model/main_track_golden_test.cpp builds the same model.
@@ -23,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import main_track  # noqa: E402
+import main_track_parameters  # noqa: E402
 import schedule  # noqa: E402
 from model import padded_vocab  # noqa: E402
 
@@ -41,14 +44,21 @@ MODEL = {
         "5": {"window": "long", "key_offset": True, "value_embedding": True, "gate": True, "dc": True, "input_from": 3},
     },
 }  # fmt: skip
-FP8 = {"mlp_up": "bf16", "mlp_down": "bf16", "head": "bf16"}
+NO_FP8 = {"mlp_up": "bf16", "mlp_down": "bf16", "head": "bf16"}
+FP8 = {
+    "mlp_up": "fp8", "mlp_down": "fp8", "head": "fp8", "mlp_up_scaling": "current", "mlp_down_scaling": "delayed", "mlp_up_bound": 28,
+    "mlp_down_bound": 448, "mlp_down_margin": 1.8, "down_weight_margin": 1.12, "down_weight_exact_steps": 1, "head_inp_bound": 100,
+    "head_weight_bound": 1.6, "head_grad_bound": 0.75, "force_unit_scales": False,
+}  # fmt: skip
+FP8_GRADIENTS = ["h.0.mlp.up.weight", "h.2.mlp.down.weight", "head.weight"]
+DOWN_GROWTH = 1.5
 ROWS, ROW_TOKENS, GRAD_SCALE = 2, 40, 0.5
 NEXT_WEIGHTS, PREFIX_WEIGHT = [1.0, 0.5, 0.125], 0.25
 
 
 def make_weights(generator):
     """The initial weights, moved away from zeros and equal values."""
-    weights = main_track.init_parameters(MODEL, 1)
+    weights = main_track_parameters.init_parameters(MODEL, 1)
     for name, value in weights.items():
         if name != "bigram.sign":
             weights[name] = value + 0.1 * torch.randn(value.shape, generator=generator)
@@ -67,11 +77,31 @@ def make_batch(generator):
     return tokens[:, :-1], tokens[:, 1:], begins.cummax(1).values[:, :-1]
 
 
+def leaves(weights):
+    return {name: value.double().requires_grad_(name != "bigram.sign") for name, value in weights.items()}
+
+
 def gradients(track, weights, batch, step):
-    parameters = {name: value.double().requires_grad_(name != "bigram.sign") for name, value in weights.items()}
+    parameters = leaves(weights)
     objective, losses = track.objective(parameters, batch, step, GRAD_SCALE)
     objective.backward()
     return losses, {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+def fp8_steps(track, weights, batch, step):
+    """(losses of both steps, summed gradients of FP8_GRADIENTS)"""
+    parameters, losses = leaves(weights), []
+    for s in range(2):
+        track.begin_step(parameters, s)
+        objective, loss = track.objective(parameters, batch, step, GRAD_SCALE)
+        objective.backward()
+        track.end_step()
+        losses.append(loss)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if name.endswith("mlp.down.weight"):
+                    parameter *= DOWN_GROWTH
+    return losses, {name: parameters[name].grad for name in FP8_GRADIENTS}
 
 
 def write(path, arrays):
@@ -96,14 +126,17 @@ def main():
     def step(tied):
         return schedule.Step(stage, 1.0, 0.0, NEXT_WEIGHTS, PREFIX_WEIGHT, tied, False)
 
-    track = main_track.MainTrack({"model": MODEL, "fp8": FP8}, torch.float64, prefix)
+    track, fp8_track = (main_track.MainTrack({"model": MODEL, "fp8": fp8}, torch.float64, prefix) for fp8 in (NO_FP8, FP8))
     losses, grads = gradients(track, weights, batch, step(tied=False))
     tied_losses, tied_grads = gradients(track, weights, batch, step(tied=True))
     evaluation = track.evaluate({name: value.double() for name, value in weights.items()}, batch, stage, tied=False)
+    fp8_losses, fp8_grads = fp8_steps(fp8_track, weights, batch, step(tied=False))
 
     arrays = {f"weight/{name}": value for name, value in weights.items()} | {f"grad/{name}": value for name, value in grads.items()}
     arrays |= {"loss": losses.flatten(), "eval.loss": evaluation.flatten()}
     arrays |= {"tied.loss": tied_losses.flatten(), "tied.grad/head.weight": tied_grads["head.weight"]}
+    arrays |= {f"fp8.{s}.loss": loss.flatten() for s, loss in enumerate(fp8_losses)}
+    arrays |= {f"fp8.grad/{name}": grad for name, grad in fp8_grads.items()}
     row_begin = torch.arange(ROWS)[:, None] * ROW_TOKENS
     arrays |= {"tokens": batch[0].flatten(), "targets": batch[1].flatten(), "doc_start": (batch[2] + row_begin).flatten(), "prefix": prefix}
     arrays |= {"stage/windows": [stage.window_short, stage.window_long], "stage/attention_scale": [scale], "stage/frequencies": frequencies}

@@ -96,7 +96,7 @@ class Passes:
         self.config, self.parameters, self.device, self.dtype = config, parameters, device, dtype
         self.micro_tokens = args.micro_batch_tokens or config["train"]["micro_batch_tokens"] or 16384
         self.track = None
-        if architectures.module_of(config) is main_track:
+        if architectures.is_main_track(config):
             self.track = main_track.MainTrack(config, dtype, self._prefix_table(args), fp8=not args.no_fp8)
 
     def _prefix_table(self, args):

@@ -34,7 +34,7 @@ CONFIG = {
 }
 
 
-class CliTest(unittest.TestCase):
+class Executable(unittest.TestCase):
     def setUp(self):
         temporary = tempfile.TemporaryDirectory(prefix="speedrun cli é ")
         self.addCleanup(temporary.cleanup)
@@ -91,6 +91,8 @@ class CliTest(unittest.TestCase):
             self.assertIsNone(process.poll(), "the run ended by itself")
             time.sleep(0.002)
 
+
+class CliTest(Executable):
     # ------------------------------------------------------------ help, errors, printing
 
     def test_help_and_version(self):
@@ -294,6 +296,48 @@ class CliTest(unittest.TestCase):
         process.wait()
         newest = max(name for name in self.checkpoints() if name.endswith(".ckpt"))
         self.assert_continues(int(newest[5:11]))
+
+
+class MainTrackTest(Executable):
+    """Record #89's model with every feature at a size for two cores, and the experiments that are one key each."""
+
+    TINY = str(ROOT / "configs/main_track_tiny.json")
+    HERE = ["--set", "run.dir=runs", "--set", "run.name=r", "--set", "train.device=cpu"]
+
+    def test_reaches_its_target_through_every_stage(self):
+        self.speedrun("train", self.TINY, *self.HERE)
+        result = self.result()
+        self.assertEqual((result["outcome"], result["reached"], result["steps"]), ("finished", True, 100))
+        self.assertLess(self.losses()[-1][1], 6)
+        text, _ = self.speedrun("sample", "runs/r", "--tokens", "8")
+        self.assertTrue(text.strip())
+
+    def test_every_experiment_is_one_key(self):
+        experiments = [
+            "fp8.mlp_down=bf16", "fp8.mlp_down_scaling=current", "fp8.mlp_up_scaling=delayed", "fp8.mlp_up=bf16", "fp8.head=bf16",
+            "fp8.warn_saturated=0.5", "model.smear=false", "model.bigram_sign_rows=0", "model.x0_injection=false",
+            "model.residual_lambdas=false", "model.weight_lambdas=false", "model.mudd_gates=false", "model.mudd=false",
+            "model.yarn=false", "model.tied_until_split=false", "model.layers.1.xsa=false", "model.layers.1.value_embedding=false",
+            "model.layers.2.gate=false", "model.layers.2.key_offset=false", "model.layers.0.paired_heads=false", "model.layers.5.dc=false",
+            "model.layers.0.window=long", "schedule.stages.0.window_long=32", "schedule.stages.1.lr_multiplier=2",
+            "optim.muon.beta2=0.95", "optim.bigram.lr_multiplier=10", "train.seed=7", "train.reduction=mean",
+        ]
+        losses = {}
+        for experiment in ["train.log_every=1", *experiments]:
+            with self.subTest(experiment):
+                self.speedrun("train", self.TINY, *self.HERE, "--set", f"run.name={experiment}", "--set", "schedule.scale=0.04",
+                              "--set", "eval.tokens=2048", "--set", "checkpoint.at_end=false", "--set", experiment)
+                losses[experiment] = self.losses(self.folder / "runs" / experiment)
+        baseline = losses.pop("train.log_every=1")
+        self.assertEqual(len(baseline), 4)
+        # A step late in so short a run sees every key but those of Muon's statistics' later steps.
+        unchanged = [experiment for experiment, found in losses.items() if found == baseline]
+        self.assertEqual(unchanged, ["fp8.warn_saturated=0.5"])
+
+    def test_smoke_and_record_configs_are_complete(self):
+        for name, steps in (("main_track", 1285), ("main_track_smoke", 128)):
+            text, _ = self.speedrun("train", ROOT / f"configs/{name}.json", "--print-schedule")
+            self.assertEqual(len(text.splitlines()), steps + 1, name)
 
 
 if __name__ == "__main__":

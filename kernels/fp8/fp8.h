@@ -6,6 +6,7 @@
 //   current  from the tensor's own maximum: max(amax, 1e−12) / 448. A maximum that is not finite makes the scale, and with it every
 //            value, NaN: the loss shows it
 //   delayed  what fp8_next_scales made of earlier maxima; the tensor's own maximum is noted for the next time
+// (448: E4M3's largest number; for E5M2 it is 57344.)
 //
 // Maxima are kept as the bits of |x| in an unsigned integer: the largest is the same in any order, and NaN (above infinity)
 // survives.
@@ -21,7 +22,7 @@ enum class Fp8Scaling : int { fixed, current, delayed };
 struct alignas(16) Fp8Scale {
   float scale = 1;
   uint32_t amax = 0;       // bits of the largest |x| seen since the last fp8_next_scales
-  uint32_t saturated = 0;  // values beyond ±448·scale, and
+  uint32_t saturated = 0;  // values beyond the largest number times scale, and
   uint32_t flushed = 0;    // values != 0 stored as 0; both only on request (`count`), added up until the caller clears them
 };
 static_assert(sizeof(Fp8Scale) == 16);
@@ -46,36 +47,44 @@ struct Fp8Weights {
   const StepVerdict* verdict;  // null, or: does nothing if verdict->skip is set
 };
 
-// An activation, the same way. `current` reads inp twice. On CUDA cols is a multiple of 16, with out_t rows too; any number of rows
-// else.
-template <class T>
+// An activation (E4M3) or a gradient (E5M2), the same way. `current` reads inp twice. On CUDA cols is a multiple of 16, with out_t
+// rows too; any number of rows else.
+template <class T, class Fp8 = e4m3>
 struct Fp8Quantize {
-  e4m3* out;     // (rows, cols)
-  e4m3* out_t;   // (cols, rows), or null
+  Fp8* out;      // (rows, cols), or null
+  Fp8* out_t;    // (cols, rows), or null
   const T* inp;  // (rows, cols)
   Fp8Scale* scale;
   int64_t rows;
   int cols;
   Fp8Scaling scaling;
   bool count;
+  // delayed, not 0: a scale of 0 is not known yet, and is made from this tensor's own maximum times this margin. Such a start is
+  // slow on CUDA (one block reads the tensor), looking for it costs an empty launch.
+  double start_margin = 0;
 };
 
-// Delayed scales, once per step: scale = max(amax, 1e−12) · margin / 448, amax = 0. A maximum that is not finite leaves the scale
-// as it is and sets verdict->skip (bad_parameter = −2 − index of the scale) unless it is set already.
+// Delayed scales, once per step: scale = max(amax, 1e−12) · margin / largest, amax = 0. A maximum that is not finite leaves the
+// scale as it is and sets verdict->skip (bad_parameter = −2 − index of the scale) unless it is set already.
 struct Fp8NextScales {
   Fp8Scale* scales;  // (num_scales) on the device
   int num_scales;
   double margin;
-  StepVerdict* verdict;  // or null
+  StepVerdict* verdict;      // or null
+  float largest = kE4m3Max;  // number of the tensors' type
+  // Zeros say nothing about the next step (gradients behind weights that start at zero are zero once): a maximum of 0 makes the
+  // scale 0, not known, and so does one that is not finite where the scale is not a number.
+  bool forget_zeros = false;
 };
 
 template <class T>
 void fp8_weights(const Fp8Weights<T>& args, const HostExec& exec);
-template <class T>
-void fp8_quantize(const Fp8Quantize<T>& args, const HostExec& exec);
+template <class T, class Fp8>
+void fp8_quantize(const Fp8Quantize<T, Fp8>& args, const HostExec& exec);
 void fp8_next_scales(const Fp8NextScales& args, const HostExec& exec);
 void fp8_weights(const Fp8Weights<bf16>& args, const CudaExec& exec);
-void fp8_quantize(const Fp8Quantize<bf16>& args, const CudaExec& exec);
+void fp8_quantize(const Fp8Quantize<bf16, e4m3>& args, const CudaExec& exec);
+void fp8_quantize(const Fp8Quantize<bf16, e5m2>& args, const CudaExec& exec);
 void fp8_next_scales(const Fp8NextScales& args, const CudaExec& exec);
 
 }  // namespace speedrun::kernels

@@ -58,6 +58,13 @@ void bench_fp8(const BenchOptions& options, std::ostream& out) {
                    exec);
     };
   };
+  const auto gradient = [&](Fp8Scaling scaling) {
+    return [&, scaling] {
+      e5m2* const codes = copy.as<e5m2>();
+      fp8_quantize(Fp8Quantize<bf16, e5m2>{codes, codes + kN * kC, inp.as<bf16>(), scale.as<Fp8Scale>(), kN, kC, scaling, false, 4},
+                   exec);
+    };
+  };
   bench_table("FP8 copies",
               {bench_copy(static_cast<size_t>(2 * activation), exec),
                {"22 weights, both, delayed", weights(mlp, Fp8Scaling::delayed), 0, 4 * mlp.elements},
@@ -66,7 +73,9 @@ void bench_fp8(const BenchOptions& options, std::ostream& out) {
                {"activation, fixed", quantize(false, Fp8Scaling::fixed), 0, 3 * activation},
                {"activation, delayed", quantize(false, Fp8Scaling::delayed), 0, 3 * activation},
                {"activation, current", quantize(false, Fp8Scaling::current), 0, 5 * activation},
-               {"activation, both, fixed", quantize(true, Fp8Scaling::fixed), 0, 4 * activation}},
+               {"activation, both, fixed", quantize(true, Fp8Scaling::fixed), 0, 4 * activation},
+               {"gradient (E5M2), both, delayed", gradient(Fp8Scaling::delayed), 0, 4 * activation},
+               {"gradient (E5M2), both, current", gradient(Fp8Scaling::current), 0, 6 * activation}},
               exec, options.seconds, out);
 }
 

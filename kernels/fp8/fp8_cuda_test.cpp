@@ -5,6 +5,7 @@
 #include "kernels/base/error.h"
 #include "kernels/fp8/fp8.h"
 #include "kernels/testing/cuda_test.h"
+#include "kernels/testing/fp8_check.h"
 
 namespace speedrun::kernels {
 namespace {
@@ -24,28 +25,9 @@ std::string name(Fp8Scaling scaling) {
 }
 
 ::testing::AssertionResult same_codes(const std::vector<uint8_t>& got, const std::vector<e4m3>& expected) {
-  if (got.size() != expected.size()) return ::testing::AssertionFailure() << "sizes " << got.size() << " and " << expected.size();
-  for (size_t i = 0; i < got.size(); ++i) {
-    const bool both_nan = (got[i] & 0x7f) == 0x7f && (expected[i].bits & 0x7f) == 0x7f;
-    if (got[i] != expected[i].bits && !both_nan) {
-      return ::testing::AssertionFailure() << "(SPEEDRUN_TEST_SEED=" << testing::test_seed() << ") index " << i << " of "
-                                           << got.size() << ": got code " << int{got[i]} << " (" << to_float(e4m3{got[i]})
-                                           << "), expected " << int{expected[i].bits} << " (" << to_float(expected[i]) << ")";
-    }
-  }
-  return ::testing::AssertionSuccess();
-}
-
-void expect_same_float(const char* what, float got, float expected) {
-  if (std::isnan(got) && std::isnan(expected)) return;
-  EXPECT_EQ(got, expected) << what;
-}
-
-void expect_same_scale(const Fp8Scale& got, const Fp8Scale& expected) {
-  expect_same_float("scale", got.scale, expected.scale);
-  expect_same_float("amax", std::bit_cast<float>(got.amax), std::bit_cast<float>(expected.amax));
-  EXPECT_EQ(got.saturated, expected.saturated);
-  EXPECT_EQ(got.flushed, expected.flushed);
+  std::vector<e4m3> codes;
+  for (const uint8_t code : got) codes.push_back({code});
+  return testing::same_codes(codes, expected);
 }
 
 class Fp8CudaTest : public testing::CudaTest {
@@ -85,7 +67,7 @@ class Fp8CudaTest : public testing::CudaTest {
     // With a fixed scale the maximum is free.
     Fp8Scale compared = got_scale;
     if (scaling == Fp8Scaling::fixed) compared.amax = expected_scale.amax;
-    expect_same_scale(compared, expected_scale);
+    testing::expect_same_scale(compared, expected_scale);
   }
 
   // Scales that make some values saturate and some vanish.
@@ -149,6 +131,63 @@ TEST_F(Fp8CudaTest, ZeroTinyAndNotFiniteInputs) {
         check_quantize(shape, values, transposed, scaling, {.scale = 0.5f}, true);
     }
   }
+}
+
+// Gradients: E5M2, either copy or both; every BF16 number, odd shapes and the production shape.
+class Fp8GradientCudaTest : public testing::CudaTest {
+ protected:
+  void check(const Shape& shape, const std::vector<bf16>& values, Fp8Scaling scaling, const Fp8Scale& start, bool count,
+             double start_margin = 0) {
+    const auto inp = uploaded("inp", values);
+    for (const auto& [codes, codes_t] : {std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
+      SCOPED_TRACE("(" + std::to_string(shape.rows) + ", " + std::to_string(shape.cols) + ") " + name(scaling) +
+                   (codes ? ", codes" : "") + (codes_t ? ", turned" : "") + (count ? ", counted" : ""));
+      testing::DeviceCopies<e5m2> copies(shape.rows, shape.cols, codes, codes_t, scaling, start, start_margin, count,
+                                         exec().stream);
+      const auto launch = [&](Launch how) {
+        copies.reset();
+        run(how, [&] { fp8_copies(copies.args(), static_cast<const bf16*>(inp.get()), shape.rows, shape.cols, exec()); });
+        copies.check("gradient", values, truth_exec());
+      };
+      launch(Launch::direct);
+      launch(Launch::captured);
+    }
+  }
+};
+
+TEST_F(Fp8GradientCudaTest, EveryBf16Number) {
+  std::vector<bf16> all(65536);
+  for (uint32_t i = 0; i < all.size(); ++i) all[i].bits = static_cast<uint16_t>(i);
+  for (const bool count : {false, true}) {
+    for (const Fp8Scaling scaling : {Fp8Scaling::fixed, Fp8Scaling::current, Fp8Scaling::delayed})
+      check({256, 256}, all, scaling, {.scale = 1}, count);
+  }
+}
+
+TEST_F(Fp8GradientCudaTest, Shapes) {
+  Random random = testing::test_random();
+  for (const int64_t rows : {16, 112, 144, 1008}) {
+    for (const int cols : {16, 64, 80, 768}) {
+      const std::vector<bf16> values = random.normal_vector<bf16>(rows * cols, 1e-3);
+      for (const Fp8Scaling scaling : {Fp8Scaling::current, Fp8Scaling::delayed})
+        check({rows, cols}, values, scaling, {.scale = 3e-8f}, true);
+    }
+  }
+  const Shape qkv{8208, 2304};
+  check(qkv, random.uniform_vector<bf16>(qkv.rows * qkv.cols, 1e-4), Fp8Scaling::delayed, {.scale = 4e-9f}, false);
+}
+
+TEST_F(Fp8GradientCudaTest, StartsFromTheFirstTensor) {
+  Random random = testing::test_random();
+  const Shape shape{272, 144};
+  std::vector<bf16> values = random.normal_vector<bf16>(shape.rows * shape.cols, 1e-6), zeros(values.size(), bf16(0.0f));
+  check(shape, values, Fp8Scaling::delayed, {.scale = 0}, true, 4);
+  check(shape, values, Fp8Scaling::delayed, {.scale = 2e-11f}, true, 4);
+  check(shape, zeros, Fp8Scaling::delayed, {.scale = 0}, true, 4);
+  values.back() = bf16(5.0f);
+  check(shape, values, Fp8Scaling::delayed, {.scale = 0}, false, 4);
+  values[777] = bf16(kNan);
+  check(shape, values, Fp8Scaling::delayed, {.scale = 0}, false, 4);
 }
 
 struct ItemCase {
@@ -219,7 +258,7 @@ class Fp8WeightsCudaTest : public Fp8CudaTest {
       EXPECT_TRUE(same_codes(got_t[i], expected_t)) << "out_t";
       Fp8Scale compared = got_scales[i];
       if (scaling == Fp8Scaling::fixed && !skip) compared.amax = expected_scale.amax;
-      expect_same_scale(compared, expected_scale);
+      testing::expect_same_scale(compared, expected_scale);
     }
   }
 };
@@ -250,21 +289,25 @@ TEST_F(Fp8CudaTest, NextScales) {
   for (Fp8Scale& scale : finite)
     scale = {.scale = 7, .amax = amax(static_cast<float>(std::exp2(random.uniform(-60, 60)))), .flushed = 3};
   finite[5].amax = 0;
+  finite[6].scale = kNan;
   std::vector<Fp8Scale> bad = finite;
   bad[650].amax = amax(kInfinity);
   bad[333].amax = amax(kNan);
+  bad[334] = {.scale = kNan, .amax = amax(kNan)};
   for (const auto& start : {finite, bad}) {
-    for (const StepVerdict& before : {StepVerdict{}, StepVerdict{.skip = 1, .bad_parameter = 12}}) {
+    for (const bool gradients : {false, true}) {
+      const StepVerdict before = gradients ? StepVerdict{.skip = 1, .bad_parameter = 12} : StepVerdict{};
+      const float largest = gradients ? kE5m2Max : kE4m3Max;
       const auto scales = uploaded("scales", start);
       const auto verdict = uploaded("verdict", std::vector<StepVerdict>{before});
-      fp8_next_scales({scales.get(), static_cast<int>(start.size()), 1.12, verdict.get()}, exec());
+      fp8_next_scales({scales.get(), static_cast<int>(start.size()), 1.12, verdict.get(), largest, gradients}, exec());
       std::vector<Fp8Scale> expected = start;
       StepVerdict expected_verdict = before;
-      fp8_next_scales({expected.data(), static_cast<int>(start.size()), 1.12, &expected_verdict}, truth_exec());
+      fp8_next_scales({expected.data(), static_cast<int>(start.size()), 1.12, &expected_verdict, largest, gradients}, truth_exec());
       const std::vector<Fp8Scale> got = scales.download();
       for (size_t i = 0; i < got.size(); ++i) {
         SCOPED_TRACE("scale " + std::to_string(i));
-        expect_same_scale(got[i], expected[i]);
+        testing::expect_same_scale(got[i], expected[i]);
       }
       const StepVerdict got_verdict = verdict.download()[0];
       EXPECT_EQ(got_verdict.skip, expected_verdict.skip);
@@ -286,7 +329,7 @@ TEST_F(Fp8CudaTest, RefusesShapesItCannotDo) {
   refused([](auto& args) { args.cols = 24; });
   refused([](auto& args) { args.rows = 24; });
   refused([](auto& args) { args.rows = 0; });
-  refused([](auto& args) { args.out = nullptr; });
+  refused([](auto& args) { args.out = nullptr, args.out_t = nullptr; });
   refused([](auto& args) { args.inp += 1; });
   refused([](auto& args) { args.out_t += 8; });
 }

@@ -10,17 +10,21 @@ namespace {
 
 constexpr int64_t kRows = 16;  // of one task
 
-// A tensor on its way to E4M3. Values pass through float whatever T is: BF16 ones, as on CUDA, are exact in it.
-template <class T>
+// A tensor on its way to FP8. Values pass through float whatever T is: BF16 ones, as on CUDA, are exact in it.
+template <class T, class Fp8>
 struct Conversion {
-  e4m3* out;
-  e4m3* out_t;
+  Fp8* out;
+  Fp8* out_t;
   const T* inp;
   Fp8Scale* scale;
   int64_t rows, cols;
   Fp8Scaling scaling;
   bool count;
+  double start_margin = 0;
 };
+
+e4m3 encoded(e4m3, float value) { return to_e4m3(value); }
+e5m2 encoded(e5m2, float value) { return to_e5m2(value); }
 
 // result = what `part` found in each range of rows, combined; the order does not matter.
 template <class Part>
@@ -37,17 +41,26 @@ Fp8Scale over_rows(int64_t rows, const HostExec& exec, const Part& part) {
   return total;
 }
 
-template <class T>
-void convert(const Conversion<T>& c, const HostExec& exec) {
+template <class T, class Fp8>
+uint32_t maximum(const Conversion<T, Fp8>& c, const HostExec& exec) {
+  return over_rows(c.rows, exec,
+                   [&](int64_t begin, int64_t end) {
+                     Fp8Scale found;
+                     for (int64_t i = begin * c.cols; i < end * c.cols; ++i)
+                       found.amax = std::max(found.amax, magnitude_bits(static_cast<float>(c.inp[i])));
+                     return found;
+                   })
+      .amax;
+}
+
+template <class T, class Fp8>
+void convert(const Conversion<T, Fp8>& c, const HostExec& exec) {
   Fp8Scale& scale = *c.scale;
   if (c.scaling == Fp8Scaling::current) {
-    scale.amax = over_rows(c.rows, exec, [&](int64_t begin, int64_t end) {
-                   Fp8Scale found;
-                   for (int64_t i = begin * c.cols; i < end * c.cols; ++i)
-                     found.amax = std::max(found.amax, magnitude_bits(static_cast<float>(c.inp[i])));
-                   return found;
-                 }).amax;
-    scale.scale = current_scale(scale.amax);
+    scale.amax = maximum(c, exec);
+    scale.scale = current_scale(scale.amax, Fp8Range<Fp8>::largest);
+  } else if (c.scaling == Fp8Scaling::delayed && c.start_margin != 0 && scale.scale == 0) {
+    scale.scale = current_scale(maximum(c, exec), Fp8Range<Fp8>::largest, c.start_margin);
   }
   const float inverse_scale = 1.0f / scale.scale;
   const Fp8Scale found = over_rows(c.rows, exec, [&](int64_t begin, int64_t end) {
@@ -55,12 +68,12 @@ void convert(const Conversion<T>& c, const HostExec& exec) {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t col = 0; col < c.cols; ++col) {
         const float value = static_cast<float>(c.inp[row * c.cols + col]), scaled = value * inverse_scale;
-        const e4m3 code = to_e4m3(scaled);
+        const Fp8 code = encoded(Fp8{}, scaled);
         if (c.out != nullptr) c.out[row * c.cols + col] = code;
         if (c.out_t != nullptr) c.out_t[col * c.rows + row] = code;
         part.amax = std::max(part.amax, magnitude_bits(value));
-        part.saturated += is_saturated(scaled);
-        part.flushed += is_flushed(value, scaled);
+        part.saturated += is_saturated<Fp8>(scaled);
+        part.flushed += is_flushed<Fp8>(value, scaled);
       }
     }
     return part;
@@ -79,31 +92,36 @@ void fp8_weights(const Fp8Weights<T>& args, const HostExec& exec) {
   if (args.verdict != nullptr && args.verdict->skip != 0) return;
   for (int i = 0; i < args.num_items; ++i) {
     const Fp8WeightItem<T>& item = args.items[i];
-    convert(Conversion<T>{item.out, item.out_t, item.weight, item.scale, item.rows, item.cols, args.scaling, args.count}, exec);
+    convert(Conversion<T, e4m3>{item.out, item.out_t, item.weight, item.scale, item.rows, item.cols, args.scaling, args.count},
+            exec);
   }
 }
 
-template <class T>
-void fp8_quantize(const Fp8Quantize<T>& args, const HostExec& exec) {
-  convert(Conversion<T>{args.out, args.out_t, args.inp, args.scale, args.rows, args.cols, args.scaling, args.count}, exec);
+template <class T, class Fp8>
+void fp8_quantize(const Fp8Quantize<T, Fp8>& args, const HostExec& exec) {
+  convert(Conversion<T, Fp8>{args.out, args.out_t, args.inp, args.scale, args.rows, args.cols, args.scaling, args.count,
+                             args.start_margin},
+          exec);
 }
 
 void fp8_next_scales(const Fp8NextScales& args, const HostExec&) {
   for (int i = 0; i < args.num_scales; ++i) {
     Fp8Scale& scale = args.scales[i];
-    if (finite_maximum(scale.amax)) {
-      scale.scale = delayed_scale(scale.amax, args.margin);
-    } else if (args.verdict != nullptr && args.verdict->skip == 0) {
+    const NextScale next = next_scale(scale, args.margin, args.largest, args.forget_zeros);
+    if (next.bad && args.verdict != nullptr && args.verdict->skip == 0) {
       args.verdict->skip = 1;
       args.verdict->bad_parameter = -2 - i;
     }
+    scale.scale = next.scale;
     scale.amax = 0;
   }
 }
 
 template void fp8_weights(const Fp8Weights<float>&, const HostExec&);
 template void fp8_weights(const Fp8Weights<double>&, const HostExec&);
-template void fp8_quantize(const Fp8Quantize<float>&, const HostExec&);
-template void fp8_quantize(const Fp8Quantize<double>&, const HostExec&);
+template void fp8_quantize(const Fp8Quantize<float, e4m3>&, const HostExec&);
+template void fp8_quantize(const Fp8Quantize<float, e5m2>&, const HostExec&);
+template void fp8_quantize(const Fp8Quantize<double, e4m3>&, const HostExec&);
+template void fp8_quantize(const Fp8Quantize<double, e5m2>&, const HostExec&);
 
 }  // namespace speedrun::kernels

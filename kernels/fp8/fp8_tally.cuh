@@ -19,7 +19,8 @@ struct Fp8Tally {
     largest_bf16x2 = __vmaxu2(largest_bf16x2, __vmaxu2(low, high));
   }
 
-  // Eight values to E4M3, element 0 in the lowest byte.
+  // Eight values to FP8, element 0 in the lowest byte.
+  template <class Fp8 = e4m3>
   __device__ __forceinline__ uint2 convert(uint4 raw, float inverse_scale) {
     float x[kVec], scaled[kVec];
     unpack8(raw, x);
@@ -27,12 +28,15 @@ struct Fp8Tally {
     for (int i = 0; i < kVec; ++i) {
       scaled[i] = x[i] * inverse_scale;
       if constexpr (kCount) {
-        saturated += is_saturated(scaled[i]);
-        flushed += is_flushed(x[i], scaled[i]);
+        saturated += is_saturated<Fp8>(scaled[i]);
+        flushed += is_flushed<Fp8>(x[i], scaled[i]);
       }
     }
-    return to_fp8x8<e4m3>(scaled);
+    return to_fp8x8<Fp8>(scaled);
   }
+
+  // Bits of the largest |x| seen.
+  __device__ __forceinline__ uint32_t largest() const { return max(largest_bf16x2 << 16, largest_bf16x2 & 0xffff0000u); }
 
   // Adds this block's tally to the tensor's; every thread of the one-dimensional block calls it, at most once.
   template <int kThreads>
@@ -42,7 +46,7 @@ struct Fp8Tally {
     __shared__ uint32_t warp_amax[kWarps], warp_saturated[kWarps], warp_flushed[kWarps];
     if (!kCount && !raise_amax) return;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const uint32_t amax = __reduce_max_sync(kAll, max(largest_bf16x2 << 16, largest_bf16x2 & 0xffff0000u));
+    const uint32_t amax = __reduce_max_sync(kAll, largest());
     const uint32_t all_saturated = kCount ? __reduce_add_sync(kAll, saturated) : 0;
     const uint32_t all_flushed = kCount ? __reduce_add_sync(kAll, flushed) : 0;
     if (lane == 0) warp_amax[warp] = amax, warp_saturated[warp] = all_saturated, warp_flushed[warp] = all_flushed;

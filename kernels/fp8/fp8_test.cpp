@@ -131,6 +131,85 @@ TEST(Fp8, NextScalesFollowTheMaxima) {
   EXPECT_EQ(verdict.bad_parameter, 4);
 }
 
+// Gradients: the other format, its largest number and its smallest.
+TEST(Fp8, GradientsAreStoredAsE5m2) {
+  Random random = test_random();
+  const int64_t rows = 6;
+  const int cols = 5;
+  const std::vector<float> inp = random.normal_vector<float>(rows * cols, 1e-4);
+  float largest = 0;
+  for (const float x : inp) largest = std::max(largest, std::abs(x));
+  for (const Fp8Scaling scaling : {Fp8Scaling::current, Fp8Scaling::delayed}) {
+    std::vector<e5m2> out(inp.size(), e5m2{0xff}), out_t(inp.size(), e5m2{0xff}), only_t(inp.size(), e5m2{0xff});
+    Fp8Scale scale{.scale = 0x1p-26f}, again = scale;
+    fp8_quantize(Fp8Quantize<float, e5m2>{out.data(), out_t.data(), inp.data(), &scale, rows, cols, scaling, true}, HostExec{});
+    fp8_quantize(Fp8Quantize<float, e5m2>{nullptr, only_t.data(), inp.data(), &again, rows, cols, scaling, true}, HostExec{});
+    const double expected = scaling == Fp8Scaling::current ? largest / 57344.0 : 0x1p-26;
+    EXPECT_NEAR(scale.scale, expected, 1e-7 * expected);
+    EXPECT_EQ(std::bit_cast<float>(scale.amax), largest);
+    for (int64_t i = 0; i < rows * cols; ++i) {
+      const double wanted = inp[i] / expected;
+      EXPECT_NEAR(to_float(out[i]), wanted, std::abs(wanted) / 8 + 0x1p-17) << i;
+      EXPECT_EQ(out[i].bits, out_t[i % cols * rows + i / cols].bits) << i;
+      EXPECT_EQ(out_t[i].bits, only_t[i].bits) << i;
+    }
+    EXPECT_EQ(scale.saturated, 0u);
+  }
+  const std::vector<float> edges{57344, 65000, -kInfinity, 0x1p-17f, -0x1p-17f, 0x1.1p-17f, 0};
+  std::vector<e5m2> codes(edges.size());
+  Fp8Scale scale;
+  fp8_quantize(Fp8Quantize<float, e5m2>{codes.data(), nullptr, edges.data(), &scale, 1, 7, Fp8Scaling::fixed, true}, HostExec{});
+  std::vector<float> stored;
+  for (const e5m2 code : codes) stored.push_back(to_float(code));
+  EXPECT_EQ(stored, (std::vector<float>{57344, 57344, -57344, 0, -0.0f, 0x1p-16f, 0}));
+  EXPECT_EQ(scale.saturated, 2u);
+  EXPECT_EQ(scale.flushed, 2u);
+}
+
+// A delayed scale that is not known yet: from the first tensor that is not zero, with a margin.
+TEST(Fp8, DelayedScaleStartsFromTheFirstTensor) {
+  const auto store = [](const std::vector<float>& values, Fp8Scale& scale, double start_margin = 4) {
+    std::vector<e5m2> codes(values.size());
+    fp8_quantize(Fp8Quantize<float, e5m2>{.out = codes.data(),
+                                          .out_t = nullptr,
+                                          .inp = values.data(),
+                                          .scale = &scale,
+                                          .rows = 1,
+                                          .cols = static_cast<int>(values.size()),
+                                          .scaling = Fp8Scaling::delayed,
+                                          .count = false,
+                                          .start_margin = start_margin},
+                 HostExec{});
+    return to_float(codes[0]) * scale.scale;
+  };
+  const auto next = [](Fp8Scale& scale, StepVerdict* verdict = nullptr) {
+    fp8_next_scales({.scales = &scale, .num_scales = 1, .margin = 2, .verdict = verdict, .largest = kE5m2Max, .forget_zeros = true},
+                    HostExec{});
+  };
+  Fp8Scale scale{.scale = 0};
+  EXPECT_EQ(store({0, 0}, scale), 0);
+  next(scale);
+  EXPECT_EQ(scale.scale, 0) << "zeros say nothing";
+  EXPECT_NEAR(store({3e-6f, -7e-6f}, scale), 3e-6f, 4e-7f);
+  EXPECT_FLOAT_EQ(scale.scale, 4 * 7e-6f / 57344);
+  const float started = scale.scale;
+  store({5e-6f, 9e-6f}, scale);  // known now
+  EXPECT_EQ(scale.scale, started);
+  next(scale);
+  EXPECT_FLOAT_EQ(scale.scale, 2 * 9e-6f / 57344);
+  EXPECT_EQ(scale.amax, 0u);
+
+  scale = {.scale = 0};
+  StepVerdict verdict;
+  EXPECT_TRUE(std::isnan(store({1, kNan}, scale)));
+  next(scale, &verdict);
+  EXPECT_EQ(verdict.skip, 1u);
+  EXPECT_EQ(scale.scale, 0) << "starts anew";
+  scale = {.scale = 0};
+  store({1, 2}, scale, 0);
+  EXPECT_EQ(scale.scale, 0) << "not asked for";
+}
+
 TEST(Fp8, WeightsAreQuantizedItemByItem) {
   Random random = test_random();
   const std::vector<float> first = random.normal_vector<float>(3 * 5), second = random.normal_vector<float>(2 * 4);

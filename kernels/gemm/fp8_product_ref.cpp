@@ -20,8 +20,8 @@ std::vector<T> expand(const Fp8* codes, int64_t count, const HostExec& exec) {
 
 }  // namespace
 
-template <class T, class A>
-void fp8_product_ref(const Fp8ProductRef<T, A>& args, const HostExec& exec) {
+template <class T, class A, class B>
+void fp8_product_ref(const Fp8ProductRef<T, A, B>& args, const HostExec& exec) {
   const std::vector<T> a = expand<T>(args.a, args.M * args.K, exec), b = expand<T>(args.b, args.N * args.K, exec);
   gemm_ref(GemmRef<T>{.c = args.c,
                       .a = a.data(),
@@ -40,6 +40,8 @@ void fp8_product_ref(const Fp8ProductRef<T, A>& args, const HostExec& exec) {
 
 template void fp8_product_ref(const Fp8ProductRef<float, e4m3>&, const HostExec&);
 template void fp8_product_ref(const Fp8ProductRef<float, e5m2>&, const HostExec&);
+template void fp8_product_ref(const Fp8ProductRef<float, e4m3, e5m2>&, const HostExec&);
+template void fp8_product_ref(const Fp8ProductRef<double, e4m3, e5m2>&, const HostExec&);
 template void fp8_product_ref(const Fp8ProductRef<double, e4m3>&, const HostExec&);
 template void fp8_product_ref(const Fp8ProductRef<double, e5m2>&, const HostExec&);
 

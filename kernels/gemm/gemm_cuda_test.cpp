@@ -395,7 +395,8 @@ TEST_F(GemmCudaTest, LongSums) {
 
 TEST_F(GemmCudaTest, Fp8TypesAndAccumulation) {
   if (!has_fp8()) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
-  for (const GemmType type_a : {GemmType::e4m3, GemmType::e5m2}) {
+  for (const auto& [type_a, type_b] : {std::pair(GemmType::e4m3, GemmType::e4m3), std::pair(GemmType::e5m2, GemmType::e4m3),
+                                       std::pair(GemmType::e4m3, GemmType::e5m2)}) {
     for (const bool float_out : {false, true}) {
       for (const bool accumulate : {false, true}) {
         for (const Accumulation accumulation : {Accumulation::accurate, Accumulation::fast}) {
@@ -406,7 +407,7 @@ TEST_F(GemmCudaTest, Fp8TypesAndAccumulation) {
                  .float_out = float_out,
                  .accumulate = accumulate,
                  .type_a = type_a,
-                 .type_b = GemmType::e4m3,
+                 .type_b = type_b,
                  .accumulation = accumulation});
         }
       }

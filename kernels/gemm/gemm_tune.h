@@ -30,7 +30,8 @@ class GemmOperands {
 };
 
 // Times every algorithm the heuristic offers for each product that has no row yet (fixed order of sums), the best ones again and
-// longer, and prints rows ready to be pasted into gemm_tuning.h, each with its time, rate and the time of the heuristic's first answer.
+// longer, and prints rows ready to be pasted into gemm_tuning.h, each with its time, rate and the time of the heuristic's first
+// answer.
 void tune_gemms(const std::vector<GemmKey>& products, const CudaExec& exec, std::ostream& out);
 
 }  // namespace speedrun::kernels

@@ -11,9 +11,9 @@ namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kC = 768, kF = 3072, kV = 50304;
-constexpr int64_t kGates = 64;                                          // hidden width of the Main Track's gate nets
+constexpr int64_t kGates = 64;                                           // hidden width of the Main Track's gate nets
 constexpr int64_t kMainTrackTokens[] = {49152, 131072, 262144, 393216};  // a row of the last stage; the steps of its stages
-constexpr int64_t kChunk = 16384;  // tokens whose logits the engine holds at once
+constexpr int64_t kChunk = 16384;                                        // tokens whose logits the engine holds at once
 
 struct Layer {
   int64_t K, O;
@@ -30,12 +30,19 @@ GemmKey weight_grad(int64_t N, const Layer& layer) {
   return {.m = layer.O, .n = layer.K, .k = N, .transpose_a = true, .float_out = true, .accumulate = true};
 }
 
-// FP8: A (m, k) in `type_a`, B (n, k) in E4M3; weight gradients accumulate in FP32.
+// FP8: A (m, k) in `type_a`, B (n, k) in E4M3.
 GemmKey fp8(int64_t m, int64_t n, int64_t k, GemmType type_a, Accumulation accumulation) {
   return {.m = m, .n = n, .k = k, .transpose_b = true, .type_a = type_a, .type_b = GemmType::e4m3, .accumulation = accumulation};
 }
+// A sum over k tokens of an activation and a gradient, to FP32. The gradient is A, or B.
+GemmKey fp8_weight_grad(int64_t m, int64_t n, int64_t k, GemmType type_a) {
+  GemmKey key = fp8(m, n, k, type_a, Accumulation::accurate);
+  key.type_b = type_a == GemmType::e4m3 ? GemmType::e5m2 : GemmType::e4m3;
+  key.float_out = key.accumulate = true;
+  return key;
+}
 
-// The Main Track's layer: no biases; the MLP forward in BF16 and in FP8.
+// The Main Track's layer: no biases; its products in BF16 and in FP8.
 void add_main_track_layer(std::vector<GemmKey>& products, int64_t N) {
   const auto plain = [](int64_t K, int64_t O) { return Layer{.K = K, .O = O, .forward = Epilogue::none, .residual = false}; };
   for (const Layer& layer : {plain(kC, 3 * kC), plain(kC, kC), plain(kC, kF), plain(kC, kGates)}) {
@@ -48,15 +55,21 @@ void add_main_track_layer(std::vector<GemmKey>& products, int64_t N) {
   products.push_back(gate_input_grad);
   products.push_back(fp8(N, kF, kC, GemmType::e4m3, Accumulation::fast));
   products.push_back(fp8(N, kC, kF, GemmType::e4m3, Accumulation::fast));
+  products.push_back(fp8(N, kF, kC, GemmType::e5m2, Accumulation::accurate));
+  products.push_back(fp8(N, kC, kF, GemmType::e5m2, Accumulation::accurate));
+  for (const GemmType type_a : {GemmType::e4m3, GemmType::e5m2}) products.push_back(fp8_weight_grad(kF, kC, N, type_a));
+  for (const int64_t O : {3 * kC, kC}) {
+    products.push_back(fp8(N, O, kC, GemmType::e4m3, Accumulation::fast));
+    products.push_back(fp8(N, kC, O, GemmType::e5m2, Accumulation::accurate));
+    products.push_back(fp8_weight_grad(O, kC, N, GemmType::e5m2));
+  }
 }
 
 // The Main Track's head in FP8 on a chunk of tokens.
 void add_fp8_head(std::vector<GemmKey>& products, int64_t chunk) {
   products.push_back(fp8(chunk, kV, kC, GemmType::e4m3, Accumulation::fast));
   products.push_back(fp8(chunk, kC, kV, GemmType::e5m2, Accumulation::accurate));
-  GemmKey weights = fp8(kV, kC, chunk, GemmType::e5m2, Accumulation::accurate);
-  weights.float_out = weights.accumulate = true;
-  products.push_back(weights);
+  products.push_back(fp8_weight_grad(kV, kC, chunk, GemmType::e5m2));
 }
 
 // One round of the Newton-Schulz iteration on `batch` matrices (m, n): XXᵀ, A·A + A, B·X + X.

@@ -1,6 +1,7 @@
 #include "kernels/base/thread_pool.h"
 #include "kernels/linear/linear.h"
 #include "kernels/testing/cuda_test.h"
+#include "kernels/testing/fp8_check.h"
 #include "kernels/testing/product_ulp.h"
 
 namespace speedrun::kernels {
@@ -174,6 +175,88 @@ TEST_F(LinearCudaTest, ManyTokens) {
   EXPECT_TRUE(testing::within_rule(sampled.out, truth.out, baseline.out)) << "out";
   EXPECT_TRUE(testing::within_rule(sampled.dweight, truth.dweight, baseline.dweight, testing::product_ulp(size.N))) << "dweight";
   EXPECT_TRUE(testing::within_rule(sampled.dbias, truth.dbias, baseline.dbias, testing::Ulp::accumulated)) << "dbias";
+}
+
+class LinearFp8CudaTest : public LinearCudaTest {
+ protected:
+  void check_fp8(Size size, const testing::ProjectionFp8Case& fp8_case) {
+    SCOPED_TRACE("N = " + std::to_string(size.N) + ", K = " + std::to_string(size.K) + ", O = " + std::to_string(size.O) + ", " +
+                 name(fp8_case));
+    Random random = testing::test_random();
+    Data data = make_data(size, random);
+    for (bf16& x : data.dout) x = bf16(1e-3f * static_cast<float>(x));
+    const auto inp = uploaded("inp", data.inp), weight = uploaded("weight", data.weight), dout = uploaded("dout", data.dout);
+    auto out = poisoned<bf16>("out", size.N * size.O), dinp = poisoned<bf16>("dinp", size.N * size.K);
+    auto dweight = uploaded("dweight", data.dweight);
+    testing::DeviceProjectionFp8 fp8(data.weight, {.N = size.N, .K = size.K, .O = size.O}, fp8_case, exec().stream);
+    const auto launch = [&](Launch how) {
+      out.poison();
+      dinp.poison();
+      dweight.upload(data.dweight);
+      fp8.reset();
+      CudaTest::run(how, [&] {
+        linear_forward({.out = out.get(),
+                        .inp = inp.get(),
+                        .weight = weight.get(),
+                        .bias = nullptr,
+                        .residual = nullptr,
+                        .N = size.N,
+                        .K = size.K,
+                        .O = size.O,
+                        .fp8 = fp8.args()},
+                       exec());
+        linear_backward({.dinp = dinp.get(),
+                         .dweight = dweight.get(),
+                         .dbias = nullptr,
+                         .dout = dout.get(),
+                         .inp = inp.get(),
+                         .weight = weight.get(),
+                         .scratch = nullptr,
+                         .N = size.N,
+                         .K = size.K,
+                         .O = size.O,
+                         .fp8 = fp8.args()},
+                        exec());
+      });
+      return DeviceResult{.out = out.download(), .dinp = dinp.download(), .dweight = dweight.download(), .dbias = {}};
+    };
+    const DeviceResult got = launch(Launch::direct), again = launch(Launch::captured);
+    EXPECT_TRUE(testing::same_bits(got.out, again.out)) << "out";
+    EXPECT_TRUE(testing::same_bits(got.dinp, again.dinp)) << "dinp";
+    EXPECT_TRUE(testing::same_bits(got.dweight, again.dweight)) << "dweight";
+    fp8.check_forward(got.out, truth_exec());
+    fp8.check_backward(data.inp, data.dout, got.dinp, data.dweight, got.dweight, truth_exec());
+    const auto truth = reference<double>(size, data, false, false, truth_exec());
+    const auto baseline = reference<float>(size, data, false, false, baseline_exec());
+    if (!fp8_case.forward) {
+      EXPECT_TRUE(testing::within_rule(got.out, truth.out, baseline.out)) << "out, BF16";
+    }
+    if (!fp8_case.input_grad) {
+      EXPECT_TRUE(testing::within_rule(got.dinp, truth.dinp, baseline.dinp)) << "dinp, BF16";
+    }
+    if (!fp8_case.weight_grad) {
+      EXPECT_TRUE(testing::within_rule(got.dweight, truth.dweight, baseline.dweight, testing::product_ulp(size.N)))
+          << "dweight, BF16";
+    }
+  }
+};
+
+TEST_F(LinearFp8CudaTest, EveryChoice) {
+  if (exec().compute_capability < 89) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  for (const testing::ProjectionFp8Case& each : testing::every_projection_fp8()) check_fp8({.N = 144, .K = 80, .O = 208}, each);
+}
+
+TEST_F(LinearFp8CudaTest, ProductionWidths) {
+  if (exec().compute_capability < 89) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  check_fp8({.N = 4112, .K = 768, .O = 768}, {});
+  check_fp8({.N = 1040, .K = 768, .O = 2304}, {.scaling = Fp8Scaling::delayed});
+}
+
+// Only the sum over tokens needs whole sixteens of them.
+TEST_F(LinearFp8CudaTest, AnyNumberOfTokensWithoutTheWeightGradient) {
+  if (exec().compute_capability < 89) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  for (const int64_t N : {1, 7, 333}) check_fp8({.N = N, .K = 48, .O = 64}, {.weight_grad = false});
+  EXPECT_THROW(check_fp8({.N = 24, .K = 48, .O = 64}, {}), Error);
 }
 
 TEST_F(LinearCudaTest, RefusesABiasGradientWithoutScratch) {

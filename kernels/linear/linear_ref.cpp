@@ -1,5 +1,6 @@
 #include "kernels/base/column_sum.h"
 #include "kernels/gemm/affine_ref.h"
+#include "kernels/gemm/projection_fp8_ref.h"
 #include "kernels/linear/linear.h"
 
 namespace speedrun::kernels {
@@ -8,14 +9,15 @@ int64_t bias_grad_scratch(int64_t N, int O) { return column_sum_parts(N) * O; }
 
 template <class T>
 void linear_forward(const LinearForward<T>& a, const HostExec& exec) {
+  if (a.bias == nullptr && a.residual == nullptr) return projection_ref(a.out, a.inp, a.weight, a.fp8, a.N, a.K, a.O, exec);
+  require(a.fp8.weight8 == nullptr, "linear: FP8 takes no bias and no residual");
   affine_ref(a.out, a.inp, a.weight, a.bias, a.residual, a.N, a.K, a.O, exec);
 }
 
 template <class T>
 void linear_backward(const LinearBackward<T>& a, const HostExec& exec) {
   if (a.dbias != nullptr) column_sum(a.dbias, a.dout, a.scratch, a.N, a.O, exec);
-  affine_weight_grad_ref(a.dweight, a.dout, a.inp, a.N, a.K, a.O, exec);
-  if (a.dinp != nullptr) affine_input_grad_ref(a.dinp, a.dout, a.weight, a.N, a.K, a.O, exec);
+  projection_grad_ref(a.dinp, a.dweight, a.dout, a.inp, a.weight, a.fp8, a.N, a.K, a.O, exec);
 }
 
 template void linear_forward(const LinearForward<float>&, const HostExec&);

@@ -13,7 +13,7 @@
 #include "kernels/base/aligned.h"
 #include "kernels/base/cuda_vec.cuh"
 #include "kernels/base/launch.cuh"
-#include "kernels/gemm/projection_cuda.h"
+#include "kernels/gemm/projection_fp8_cuda.h"
 #include "kernels/qkv/split_qkv.h"
 
 namespace speedrun::kernels {
@@ -321,7 +321,7 @@ void split_qkv_forward(const SplitQkvForward<bf16>& args, const CudaExec& exec) 
   const int D = check(kOp, args);
   require_aligned16(kOp, "v", args.v);
   require_aligned16(kOp, "value_add", args.value_add);
-  project(args.raw, args.inp, args.weight, nullptr, nullptr, {.N = args.N, .K = args.C, .O = 3 * args.C}, exec);
+  project(kOp, args.raw, args.inp, args.weight, args.fp8, {.N = args.N, .K = args.C, .O = 3 * args.C}, exec);
   const unsigned grid = grid_size(ceil_div(args.N, kTokensPerBlock), kOp);
   const auto kernel = D == 64 ? split_forward_kernel<64> : split_forward_kernel<128>;
   kernel<<<grid, kThreads, 0, exec.stream>>>(args);
@@ -341,9 +341,8 @@ void split_qkv_backward(const SplitQkvBackward<bf16>& args, const CudaExec& exec
   const auto kernel = D == 64 ? split_backward_kernel<64> : split_backward_kernel<128>;
   kernel<<<grid, kThreads, 0, exec.stream>>>(args);
   check_launch(kOp, ": N = ", args.N, ", C = ", args.C, ", H = ", args.H);
-  const ProjectionSize size{.N = args.N, .K = args.C, .O = 3 * args.C};
-  project_weight_grad(args.dweight, args.raw, args.inp, size, exec);
-  project_input_grad(args.dinp, args.raw, args.weight, nullptr, size, exec);
+  project_backward(kOp, args.dinp, args.dweight, args.raw, args.inp, args.weight, args.fp8,
+                   {.N = args.N, .K = args.C, .O = 3 * args.C}, exec);
 }
 
 }  // namespace speedrun::kernels

@@ -12,8 +12,10 @@
 // with row stride C/2, which attention takes as it is.
 //
 // Backward recovers normalised q and k from the final ones (rotating and shifting back), so only rstd and the keys' last upper
-// halves are saved. Norm, rotary and sums in Acc<T>, one rounding at the store (and one before, at the product's store).
+// halves are saved. Norm, rotary and sums in Acc<T>, one rounding at the store (and one before, at the product's store). Each of
+// the three products can be in FP8.
 #include "kernels/base/exec.h"
+#include "kernels/gemm/projection_fp8.h"
 
 namespace speedrun::kernels {
 
@@ -37,6 +39,7 @@ struct SplitQkvForward {
   int64_t row_tokens;  // N % row_tokens == 0
   int C, H;            // D = C / H, a multiple of 4; on CUDA 64 or 128, and H <= 32
   double eps;          // of the q, k norm
+  ProjectionFp8 fp8 = {};
 };
 
 template <class T>
@@ -63,6 +66,7 @@ struct SplitQkvBackward {
   int64_t N;
   int64_t row_tokens;
   int C, H;
+  ProjectionFp8 fp8 = {};  // dout: (N, 3C), the gradient of the product
 };
 
 template <class T>

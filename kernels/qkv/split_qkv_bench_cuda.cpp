@@ -1,5 +1,4 @@
-#include "kernels/bench/bench.h"
-#include "kernels/gemm/projection_cuda.h"
+#include "kernels/bench/bench_projection_fp8.h"
 #include "kernels/qkv/split_qkv.h"
 
 namespace speedrun::kernels {
@@ -79,6 +78,11 @@ void bench_split_qkv(const BenchOptions& options, std::ostream& out) {
   shifted_forward.gate_heads = shifted_backward.gate_heads = 3;
 
   const ProjectionSize size{.N = kN, .K = kC, .O = 3 * kC};
+  const BenchProjectionFp8 current(size, Fp8Scaling::current), delayed(size, Fp8Scaling::delayed);
+  SplitQkvForward<bf16> current_forward = forward, delayed_forward = forward;
+  SplitQkvBackward<bf16> current_backward = backward, delayed_backward = backward;
+  current_forward.fp8 = current_backward.fp8 = current.args();
+  delayed_forward.fp8 = delayed_backward.fp8 = delayed.args();
   const double flops = 2.0 * kN * kC * 3 * kC;
   const auto products_backward = [&] {
     project_weight_grad(dweight.as<float>(), raw.as<bf16>(), inp.as<bf16>(), size, exec);
@@ -91,10 +95,14 @@ void bench_split_qkv(const BenchOptions& options, std::ostream& out) {
                {"forward", [&] { split_qkv_forward(forward, exec); }, flops},
                {"forward, paired, embeddings", [&] { split_qkv_forward(paired_forward, exec); }, flops},
                {"forward, shifted, embeddings and values", [&] { split_qkv_forward(shifted_forward, exec); }, flops},
+               {"forward, FP8, current", [&] { split_qkv_forward(current_forward, exec); }, flops},
+               {"forward, FP8, delayed", [&] { split_qkv_forward(delayed_forward, exec); }, flops},
                {"backward, products alone", products_backward, 2 * flops},
                {"backward", [&] { split_qkv_backward(backward, exec); }, 2 * flops},
                {"backward, paired, embeddings", [&] { split_qkv_backward(paired_backward, exec); }, 2 * flops},
-               {"backward, shifted, embeddings", [&] { split_qkv_backward(shifted_backward, exec); }, 2 * flops}},
+               {"backward, shifted, embeddings", [&] { split_qkv_backward(shifted_backward, exec); }, 2 * flops},
+               {"backward, FP8, current", [&] { split_qkv_backward(current_backward, exec); }, 2 * flops},
+               {"backward, FP8, delayed", [&] { split_qkv_backward(delayed_backward, exec); }, 2 * flops}},
               exec, options.seconds, out);
 }
 

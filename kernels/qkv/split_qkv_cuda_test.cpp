@@ -2,6 +2,7 @@
 
 #include "kernels/qkv/split_qkv.h"
 #include "kernels/testing/cuda_test.h"
+#include "kernels/testing/fp8_check.h"
 #include "kernels/testing/product_ulp.h"
 
 namespace speedrun::kernels {
@@ -352,6 +353,76 @@ TEST_F(SplitQkvCudaTest, ProductionWidths) {
   check({.rows = 3, .row_tokens = 1367, .H = 6, .D = 128, .paired = true, .gate_heads = 1, .accumulate = true});
   check({.rows = 1, .row_tokens = 4099, .H = 6, .D = 128, .key_shift = true, .gate_heads = 3, .value_add = true});
   check({.rows = 2, .row_tokens = 8195, .H = 6, .D = 128, .paired = true, .key_shift = true});
+}
+
+// The projection in FP8; everything behind it works on its result in BF16 as before.
+class SplitQkvFp8CudaTest : public SplitQkvCudaTest {
+ protected:
+  void check_fp8(const Config& c, const testing::ProjectionFp8Case& fp8_case) {
+    SCOPED_TRACE(name(c) + ", " + name(fp8_case));
+    Random random = testing::test_random();
+    const Data data = make_data(c, random);
+    const auto inp = uploaded("inp", data.inp), weight = uploaded("weight", data.weight), dq = uploaded("dq", data.dq),
+               dk = uploaded("dk", data.dk), dv = uploaded("dv", data.dv);
+    const auto frequencies = uploaded("frequencies", data.frequencies);
+    auto rstd = poisoned<float>("rstd", c.N() * 2 * c.H), dweight = uploaded("dweight", data.dweight);
+    auto q = poisoned<bf16>("q", c.elements()), k = poisoned<bf16>("k", c.elements()), v = poisoned<bf16>("v", c.elements()),
+         tail = poisoned<bf16>("key_tail", c.rows * c.H * c.D / 2), raw = poisoned<bf16>("raw", 3 * c.elements()),
+         raw_gradient = poisoned<bf16>("gradient of raw", 3 * c.elements()), dinp = poisoned<bf16>("dinp", c.elements());
+    testing::DeviceProjectionFp8 fp8(data.weight, {.N = c.N(), .K = c.C(), .O = 3 * c.C()}, fp8_case, exec().stream);
+    Pointers<bf16> pointers{.q = q.get(),
+                            .k = k.get(),
+                            .v = v.get(),
+                            .key_tail = tail.get(),
+                            .raw = raw.get(),
+                            .rstd = rstd.get(),
+                            .inp = inp.get(),
+                            .weight = weight.get(),
+                            .frequencies = frequencies.get(),
+                            .value_embed = nullptr,
+                            .value_gate = nullptr,
+                            .value_add = nullptr,
+                            .dinp = dinp.get(),
+                            .dweight = dweight.get(),
+                            .dq = dq.get(),
+                            .dk = dk.get(),
+                            .dv = dv.get()};
+    SplitQkvForward<bf16> forward = forward_args(c, pointers);
+    forward.fp8 = fp8.args();
+    pointers.raw = raw_gradient.get();
+    SplitQkvBackward<bf16> backward = backward_args(c, pointers);
+    backward.fp8 = fp8.args();
+    const auto launch = [&](Launch how) {
+      dinp.poison();
+      dweight.upload(data.dweight);
+      fp8.reset();
+      run(how, [&] {
+        split_qkv_forward(forward, exec());
+        split_qkv_backward(backward, exec());
+      });
+    };
+    launch(Launch::direct);
+    const std::vector<bf16> got_raw = raw.download(), got_dinp = dinp.download();
+    const std::vector<float> got_dweight = dweight.download();
+    launch(Launch::captured);
+    EXPECT_TRUE(testing::same_bits(raw.download(), got_raw)) << "raw";
+    EXPECT_TRUE(testing::same_bits(dinp.download(), got_dinp)) << "dinp";
+    EXPECT_TRUE(testing::same_bits(dweight.download(), got_dweight)) << "dweight";
+    fp8.check_forward(got_raw, truth_exec());
+    fp8.check_backward(data.inp, raw_gradient.download(), got_dinp, data.dweight, got_dweight, truth_exec());
+  }
+};
+
+TEST_F(SplitQkvFp8CudaTest, EveryChoice) {
+  if (exec().compute_capability < 89) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  for (const testing::ProjectionFp8Case& each : testing::every_projection_fp8())
+    check_fp8({.rows = 3, .row_tokens = 48, .H = 2, .D = 64, .key_shift = true}, each);
+}
+
+TEST_F(SplitQkvFp8CudaTest, ProductionWidths) {
+  if (exec().compute_capability < 89) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
+  check_fp8({.rows = 2, .row_tokens = 1040, .H = 6, .D = 128, .paired = true}, {});
+  check_fp8({.rows = 1, .row_tokens = 1040, .H = 6, .D = 128}, {.scaling = Fp8Scaling::delayed});
 }
 
 TEST_F(SplitQkvCudaTest, RefusesWhatItCannotDo) {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "kernels/base/host_parallel.h"
-#include "kernels/gemm/affine_ref.h"
+#include "kernels/gemm/projection_fp8_ref.h"
 #include "kernels/qkv/head_norm_ref.h"
 #include "kernels/qkv/split_qkv.h"
 
@@ -123,8 +123,7 @@ void value_gradients(const SplitQkvBackward<T>& a, int64_t t, const HostExec& ex
 
 template <class T>
 void split_qkv_forward(const SplitQkvForward<T>& a, const HostExec& exec) {
-  affine_ref(a.raw, a.inp, a.weight, static_cast<const T*>(nullptr), static_cast<const T*>(nullptr), a.N, a.C, 3 * int64_t{a.C},
-             exec);
+  projection_ref(a.raw, a.inp, a.weight, a.fp8, a.N, a.C, 3 * a.C, exec);
   parallel_ranges(exec, a.N, kRows, [&](int64_t begin, int64_t end) {
     Rotary<T> rotary(a.frequencies, a.paired, a.C / a.H);
     for (int64_t t = begin; t < end; ++t) {
@@ -161,8 +160,8 @@ void split_qkv_backward(const SplitQkvBackward<T>& a, const HostExec& exec) {
       value_gradients(a, t, exec);
     }
   });
-  affine_weight_grad_ref(a.dweight, a.raw, a.inp, a.N, a.C, 3 * int64_t{a.C}, exec);
-  affine_input_grad_ref(a.dinp, a.raw, a.weight, a.N, a.C, 3 * int64_t{a.C}, exec);
+  const T* draw = a.raw;
+  projection_grad_ref(a.dinp, a.dweight, draw, a.inp, a.weight, a.fp8, a.N, a.C, 3 * a.C, exec);
 }
 
 template void split_qkv_forward(const SplitQkvForward<float>&, const HostExec&);

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "kernels/gemm/affine_ref.h"
 #include "kernels/testing/gradient_check.h"
 #include "kernels/testing/host_check.h"
 
@@ -54,6 +55,7 @@ struct Problem {
   int H, D, C, num_gates, gate_stride;
   std::vector<T> inp, weight, value_embed, value_gate, value_add, frequencies, dq, dk, dv;
   std::vector<T> q, k, v, rstd, key_tail, raw, dinp, dweight, dvalue_embed, dvalue_gate;
+  ProjectionFp8 fp8;
 
   Problem(const Options& o, Random& random)
       : options(o),
@@ -107,7 +109,8 @@ struct Problem {
                                          .row_tokens = options.row_tokens,
                                          .C = C,
                                          .H = H,
-                                         .eps = kEps},
+                                         .eps = kEps,
+                                         .fp8 = fp8},
                       exec);
   }
 
@@ -138,7 +141,8 @@ struct Problem {
                                            .N = N,
                                            .row_tokens = options.row_tokens,
                                            .C = C,
-                                           .H = H},
+                                           .H = H,
+                                           .fp8 = fp8},
                        exec);
   }
 
@@ -268,6 +272,94 @@ TEST(SplitQkv, PairedHeadsRotateByInterleavedPositions) {
   EXPECT_NEAR(score(0, 4, 0, 2), score(3, 6, 3, 4), 1e-11);  // four positions back
   EXPECT_NEAR(score(3, 4, 0, 4), score(0, 5, 3, 4), 1e-11);  // one position back
   EXPECT_GT(std::abs(score(3, 4, 0, 4) - score(0, 4, 0, 4)), 1e-6);
+}
+
+// FP8 operands of the projection, each product by itself.
+template <class T>
+struct Fp8Operands {
+  std::vector<e4m3> weight8, weight8_t, inp8, inp8_t;
+  std::vector<e5m2> dout8, dout8_t;
+  Fp8Scale weight_scale, inp_scale, dout_scale;
+
+  void use_in(Problem<T>& p, bool forward, bool input_grad, bool weight_grad) {
+    for (auto* codes : {&weight8, &weight8_t}) codes->resize(p.weight.size());
+    for (auto* codes : {&inp8, &inp8_t}) codes->resize(p.inp.size());
+    for (auto* codes : {&dout8, &dout8_t}) codes->resize(p.raw.size());
+    const Fp8WeightItem<T> item{weight8.data(), weight8_t.data(),          p.weight.data(),
+                                &weight_scale,  static_cast<int>(3 * p.C), static_cast<int>(p.C)};
+    fp8_weights(Fp8Weights<T>{&item, &item, 1, Fp8Scaling::current, false, nullptr}, HostExec{});
+    p.fp8 = {
+        .weight8 = forward ? weight8.data() : nullptr,
+        .weight8_t = input_grad ? weight8_t.data() : nullptr,
+        .weight_scale = &weight_scale,
+        .inp = {.codes = forward ? inp8.data() : nullptr, .codes_t = weight_grad ? inp8_t.data() : nullptr, .scale = &inp_scale},
+        .dout = {
+            .codes = input_grad ? dout8.data() : nullptr, .codes_t = weight_grad ? dout8_t.data() : nullptr, .scale = &dout_scale}};
+  }
+};
+
+// What is left of a tensor after its way through FP8 with its own scale.
+std::vector<double> rounded(const std::vector<double>& values, bool gradient) {
+  float largest = 0;
+  for (const double x : values) largest = std::max(largest, std::abs(static_cast<float>(x)));
+  const float scale = static_cast<float>(static_cast<double>(largest) / (gradient ? 57344 : 448));
+  std::vector<double> result;
+  for (const double x : values) {
+    const float scaled = static_cast<float>(x) * (1.0f / scale);
+    result.push_back(static_cast<double>(scale) *
+                     static_cast<double>(gradient ? to_float(to_e5m2(scaled)) : to_float(to_e4m3(scaled))));
+  }
+  return result;
+}
+
+// Forward is that of a layer whose operands are rounded numbers; the gradients are products of rounded operands.
+TEST(SplitQkv, Fp8EqualsProductsOfRoundedOperands) {
+  Random random = test_random();
+  for (int choice = 0; choice < 8; ++choice) {
+    const bool forward = choice & 1, input_grad = choice & 2, weight_grad = choice & 4;
+    SCOPED_TRACE("choice " + std::to_string(choice));
+    Problem<double> p({.paired = true, .gate_heads = 3, .value_add = true}, random);
+    const std::vector<double> inp8 = rounded(p.inp, false), weight8 = rounded(p.weight, false);
+    Problem<double> plain = p;
+    if (forward) plain.inp = inp8, plain.weight = weight8;
+    plain.forward(HostExec{});
+    Fp8Operands<double> operands;
+    operands.use_in(p, forward, input_grad, weight_grad);
+    p.forward(HostExec{});
+    for (const auto& [got, expected] : {std::pair(&p.q, &plain.q), std::pair(&p.k, &plain.k), std::pair(&p.v, &plain.v)}) {
+      for (size_t i = 0; i < got->size(); ++i) ASSERT_NEAR((*got)[i], (*expected)[i], 1e-12) << i;
+    }
+    const std::vector<double> dweight_before = p.dweight;
+    p.backward(HostExec{});
+    const std::vector<double>&gradient = p.raw, gradient8 = rounded(p.raw, true);
+    const std::vector<double>&dy = input_grad ? gradient8 : gradient, &w = input_grad ? weight8 : p.weight;
+    const std::vector<double>&dy_t = weight_grad ? gradient8 : gradient, &x = weight_grad ? inp8 : p.inp;
+    for (int64_t c = 0; c < p.C; ++c) {
+      for (int64_t n = 0; n < p.N; ++n) {
+        double expected = 0;
+        for (int64_t o = 0; o < 3 * p.C; ++o) expected += dy[n * 3 * p.C + o] * w[o * p.C + c];
+        ASSERT_NEAR(p.dinp[n * p.C + c], expected, 1e-10);
+      }
+      for (int64_t o = 0; o < 3 * p.C; ++o) {
+        double expected = dweight_before[o * p.C + c];
+        for (int64_t n = 0; n < p.N; ++n) expected += dy_t[n * 3 * p.C + o] * x[n * p.C + c];
+        ASSERT_NEAR(p.dweight[o * p.C + c], expected, 1e-10);
+      }
+    }
+  }
+}
+
+TEST(SplitQkv, WithoutFp8ItIsTheSameProducts) {
+  Random random = test_random();
+  const HostExec exec{.round_bf16 = true};
+  Problem<float> p({.key_shift = true}, random);
+  p.forward(exec);
+  Problem<float> q = p;
+  p.backward(exec);
+  affine_weight_grad_ref<float>(q.dweight.data(), p.raw.data(), q.inp.data(), q.N, q.C, 3 * q.C, exec);
+  affine_input_grad_ref(q.dinp.data(), p.raw.data(), q.weight.data(), q.N, q.C, 3 * q.C, exec);
+  EXPECT_TRUE(same_bits(p.dweight, q.dweight));
+  EXPECT_TRUE(same_bits(p.dinp, q.dinp));
 }
 
 TEST(SplitQkv, SameBitsForAnyNumberOfThreads) {

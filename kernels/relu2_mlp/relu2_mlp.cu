@@ -4,16 +4,17 @@
 //   FP8, delayed   the pass that squares writes the E4M3 copy and the maximum too: post is not read again
 //   fused_up       the up product does that in its epilogue: pre never reaches memory (relu2_up_sm90.h)
 //   backward       dpost = dout · down_weightᵀ rounded to BF16; dpre = 2·dpost·√post in place; the weight gradients add up in FP32
-//   inside
-//                  their products
+//                  inside their products
+//   FP8 backward   dout to E5M2 in both layouts; with scales that are known before, the pass that makes dpre makes its E5M2 copies
+//                  and post's transposed E4M3 one in tiles (fp8_tile.cuh), and dpre itself only where a BF16 product reads it
 // Traffic   beside the products, bytes an element of the hidden (N, F): relu² 4 (5 with the E4M3 copy), maximum 2, conversion 3,
-//           backward 6.
+//           backward 6 (FP8 in one pass: 7).
 // Numerics  FP32 between load and store; pre is rounded to BF16 at the product's store, post once more. FP8 products: fast
 // accumulation.
 #include "kernels/base/aligned.h"
 #include "kernels/base/launch.cuh"
-#include "kernels/fp8/fp8_tally.cuh"
-#include "kernels/gemm/projection_cuda.h"
+#include "kernels/fp8/fp8_tile.cuh"
+#include "kernels/gemm/projection_fp8_cuda.h"
 #include "kernels/relu2_mlp/relu2_activation.h"
 #include "kernels/relu2_mlp/relu2_epilogue.cuh"
 #include "kernels/relu2_mlp/relu2_mlp.h"
@@ -22,7 +23,7 @@
 namespace speedrun::kernels {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kFp8TileThreads, kStartThreads = 1024;
 constexpr int kVecs = 4;          // 16-byte loads of a thread
 constexpr int kGradientVecs = 2;  // of each of two tensors, backward
 constexpr int kPairs = 4;         // of neighbouring 16-byte vectors of a thread, where they become one of E4M3
@@ -92,19 +93,67 @@ __global__ void __launch_bounds__(kThreads) count_losses_kernel(const bf16* post
   tally.deliver<kThreads>(scale, false);
 }
 
+__device__ __forceinline__ uint4 dpre_vector(uint4 dpost, uint4 post) {
+  float gradient[kVec], y[kVec];
+  unpack8(dpost, gradient);
+  unpack8(post, y);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) gradient[j] *= 2 * sqrtf(y[j]);
+  return pack8(gradient);
+}
+
 __global__ void __launch_bounds__(kThreads) relu2_backward_kernel(bf16* dhidden, const bf16* post, int64_t vectors) {
   const int64_t first = int64_t{blockIdx.x} * kGradientVecs * kThreads + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kGradientVecs; ++i) {
     const int64_t vector = first + i * kThreads;
-    if (vector >= vectors) continue;
-    float gradient[kVec], y[kVec];
-    load8(dhidden + vector * kVec, gradient);
-    load8(post + vector * kVec, y);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) gradient[j] *= 2 * sqrtf(y[j]);
-    store8(dhidden + vector * kVec, gradient);
+    if (vector < vectors)
+      store16(dhidden + vector * kVec, dpre_vector(load16(dhidden + vector * kVec), load16(post + vector * kVec)));
   }
+}
+
+// The same with copies in FP8 for the products; null pointers: not made.
+struct HiddenGradient {
+  bf16* dpre;  // may be dpost
+  e5m2 *dpre8, *dpre8_t;
+  e4m3* post8_t;
+  const bf16 *dpost, *post;
+  Fp8Scale* dpre_scale;
+  const Fp8Scale* post_scale;
+  bool raise_amax;  // of dpre
+  int64_t N, F;     // N % 16 == 0
+};
+
+template <bool kCount>
+__global__ void __launch_bounds__(kThreads) relu2_backward_fp8_kernel(const HiddenGradient p) {
+  __shared__ __align__(16) uint32_t turned_dpre[kFp8TurnedWords], turned_post[kFp8TurnedWords];
+  const Fp8Piece piece(p.N, p.F, blockIdx.x);
+  Fp8Tally<kCount> dpre_tally;
+  if (piece.inside) {
+    uint4 dpre[4], post[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dpre[i] = load16(p.dpost + piece.at(i)), post[i] = load16(p.post + piece.at(i));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      dpre[i] = dpre_vector(dpre[i], post[i]);
+      if (p.dpre) store16(p.dpre + piece.at(i), dpre[i]);
+    }
+    convert_piece(piece, dpre, p.dpre8, p.dpre8_t ? turned_dpre : nullptr, 1.0f / p.dpre_scale->scale, dpre_tally);
+    Fp8Tally<false> post_tally;
+    if (p.post8_t) convert_piece<e4m3>(piece, post, nullptr, turned_post, 1.0f / p.post_scale->scale, post_tally);
+  }
+  __syncthreads();
+  if (p.dpre8_t) store_turned(piece, turned_dpre, p.dpre8_t);
+  if (p.post8_t) store_turned(piece, turned_post, p.post8_t);
+  dpre_tally.template deliver<kThreads>(p.dpre_scale, p.raise_amax);
+}
+
+// dpre's first delayed scale. One block, which finds nothing to do but in the first step.
+__global__ void __launch_bounds__(kStartThreads)
+    start_dpre_scale_kernel(const bf16* dpost, const bf16* post, Fp8Scale* scale, int64_t vectors, double margin) {
+  start_scale<e5m2, kStartThreads>(scale, vectors, margin, [&](int64_t vector) {
+    return dpre_vector(load16(dpost + vector * kVec), load16(post + vector * kVec));
+  });
 }
 
 unsigned blocks_for(int64_t vectors, int vectors_of_a_thread) {
@@ -134,10 +183,40 @@ void require_operands(const Relu2MlpForward<bf16>& args) {
   require(fp8.down8 == nullptr || args.F % 16 == 0, "relu2_mlp: F = ", args.F, " must be a multiple of 16 for FP8");
 }
 
-// out (N, O) = a (N, K) · bᵀ (O, K)
-void fp8_product(bf16* out, const GemmOperand& a, const GemmOperand& b, ProjectionSize size, const CudaExec& exec) {
-  gemm({.d = out, .a = a, .b = b, .M = size.N, .N = size.O, .K = size.K, .transpose_b = true, .accumulation = Accumulation::fast},
-       exec);
+// dpre in place of dpost, and the copies of it and of post: in one pass where both scales are known before. Then dpre in BF16 is
+// left out if no product reads it.
+void hidden_gradient(const Relu2MlpBackward<bf16>& args, const CudaExec& exec) {
+  const Relu2MlpBackwardFp8& fp8 = args.fp8;
+  const Fp8Copies<e5m2>& dpre = fp8.dpre;
+  const Fp8Copies<e4m3>& post = fp8.post;
+  const int64_t vectors = args.N * args.F / kVec;
+  const bool copies = dpre.codes != nullptr || dpre.codes_t != nullptr;
+  const bool one_pass = copies && dpre.scaling != Fp8Scaling::current && args.N % 16 == 0 && args.F % 16 == 0,
+             post_too = one_pass && post.scaling == Fp8Scaling::fixed && !post.count;
+  if (!post_too) fp8_copies(post, args.post, args.N, args.F, exec);
+  if (!one_pass) {
+    relu2_backward_kernel<<<blocks_for(vectors, kGradientVecs), kThreads, 0, exec.stream>>>(args.dhidden, args.post, vectors);
+    check_launch("relu2_mlp: backward of N = ", args.N, ", F = ", args.F);
+    fp8_copies(dpre, args.dhidden, args.N, args.F, exec);
+    return;
+  }
+  const bool delayed = dpre.scaling == Fp8Scaling::delayed, bf16_products = fp8.up8_t == nullptr || fp8.inp.codes_t == nullptr;
+  if (delayed && dpre.start_margin != 0)
+    start_dpre_scale_kernel<<<1, kStartThreads, 0, exec.stream>>>(args.dhidden, args.post, dpre.scale, vectors, dpre.start_margin);
+  const HiddenGradient pass{.dpre = bf16_products ? args.dhidden : nullptr,
+                            .dpre8 = dpre.codes,
+                            .dpre8_t = dpre.codes_t,
+                            .post8_t = post_too ? post.codes_t : nullptr,
+                            .dpost = args.dhidden,
+                            .post = args.post,
+                            .dpre_scale = dpre.scale,
+                            .post_scale = post.scale,
+                            .raise_amax = delayed,
+                            .N = args.N,
+                            .F = args.F};
+  auto* kernel = dpre.count ? relu2_backward_fp8_kernel<true> : relu2_backward_fp8_kernel<false>;
+  kernel<<<grid_size(fp8_tiles(args.N, args.F), "relu2_mlp"), kThreads, 0, exec.stream>>>(pass);
+  check_launch("relu2_mlp: FP8 backward of N = ", args.N, ", F = ", args.F);
 }
 
 }  // namespace
@@ -182,7 +261,7 @@ void relu2_mlp_forward(const Relu2MlpForward<bf16>& args, const CudaExec& exec) 
     }
   } else {
     if (fp8.up8 != nullptr) {
-      fp8_product(args.post, {fp8.inp8, &fp8.inp_scale->scale}, {fp8.up8, &fp8.up_scale->scale}, up, exec);
+      fp8_product(args.post, {fp8.inp8, &fp8.inp_scale->scale}, {fp8.up8, &fp8.up_scale->scale}, up, Accumulation::fast, exec);
     } else {
       project(args.post, args.inp, args.up_weight, nullptr, nullptr, up, exec);
     }
@@ -197,7 +276,7 @@ void relu2_mlp_forward(const Relu2MlpForward<bf16>& args, const CudaExec& exec) 
   if (fp8.down8 != nullptr) {
     if (!with_post8)
       fp8_quantize({fp8.post8, nullptr, args.post, fp8.post_scale, args.N, args.F, fp8.post_scaling, fp8.count}, exec);
-    fp8_product(args.out, {fp8.post8, &fp8.post_scale->scale}, {fp8.down8, &fp8.down_scale->scale}, down, exec);
+    fp8_product(args.out, {fp8.post8, &fp8.post_scale->scale}, {fp8.down8, &fp8.down_scale->scale}, down, Accumulation::fast, exec);
   } else {
     // Stored (F, C), the down weights stand to the activations as other layers' do to their output's gradient.
     project_input_grad(args.out, args.post, args.down_weight, nullptr, up, exec);
@@ -205,14 +284,34 @@ void relu2_mlp_forward(const Relu2MlpForward<bf16>& args, const CudaExec& exec) 
 }
 
 void relu2_mlp_backward(const Relu2MlpBackward<bf16>& args, const CudaExec& exec) {
-  const ProjectionSize size{.N = args.N, .K = args.C, .O = args.F};
-  const int64_t vectors = args.N * args.F / kVec;
-  project_weight_grad(args.ddown_weight, args.post, args.dout, size, exec);
-  project(args.dhidden, args.dout, args.down_weight, nullptr, nullptr, size, exec);
-  relu2_backward_kernel<<<blocks_for(vectors, kGradientVecs), kThreads, 0, exec.stream>>>(args.dhidden, args.post, vectors);
-  check_launch("relu2_mlp: backward of N = ", args.N, ", F = ", args.F);
-  project_weight_grad(args.dup_weight, args.dhidden, args.inp, size, exec);
-  project_input_grad(args.dinp, args.dhidden, args.up_weight, nullptr, size, exec);
+  const Relu2MlpBackwardFp8& fp8 = args.fp8;
+  require_backward_operands(fp8);
+  const bool input_grad = fp8.up8_t != nullptr, weight_grad = fp8.inp.codes_t != nullptr;
+  const ProjectionSize size{.N = args.N, .K = args.C, .O = args.F}, turned{.N = args.N, .K = args.F, .O = args.C};
+  fp8_copies(fp8.dout, args.dout, args.N, args.C, exec);
+  if (input_grad) {
+    fp8_product(args.dhidden, {fp8.dout.codes, &fp8.dout.scale->scale}, {fp8.down8, &fp8.down_scale->scale}, size,
+                Accumulation::accurate, exec);
+  } else {
+    project(args.dhidden, args.dout, args.down_weight, nullptr, nullptr, size, exec);
+  }
+  hidden_gradient(args, exec);
+  if (weight_grad) {
+    fp8_copies(fp8.inp, args.inp, args.N, args.C, exec);
+    fp8_weight_grad(args.ddown_weight, {fp8.post.codes_t, &fp8.post.scale->scale}, {fp8.dout.codes_t, &fp8.dout.scale->scale}, size,
+                    exec);
+    fp8_weight_grad(args.dup_weight, {fp8.dpre.codes_t, &fp8.dpre.scale->scale}, {fp8.inp.codes_t, &fp8.inp.scale->scale}, size,
+                    exec);
+  } else {
+    project_weight_grad(args.ddown_weight, args.post, args.dout, size, exec);
+    project_weight_grad(args.dup_weight, args.dhidden, args.inp, size, exec);
+  }
+  if (input_grad) {
+    fp8_product(args.dinp, {fp8.dpre.codes, &fp8.dpre.scale->scale}, {fp8.up8_t, &fp8.up_scale->scale}, turned,
+                Accumulation::accurate, exec);
+  } else {
+    project_input_grad(args.dinp, args.dhidden, args.up_weight, nullptr, size, exec);
+  }
 }
 
 }  // namespace speedrun::kernels

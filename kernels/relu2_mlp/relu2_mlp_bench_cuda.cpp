@@ -26,14 +26,15 @@ class Mlp {
   explicit Mlp(const CudaExec& exec) : exec_(exec) {
     // Scales as training has them: the weights' and post's from their maxima, a margin of 1.8 on post; the input is a normalised
     // stream and takes a fixed one.
-    const std::vector<Fp8Scale> start{{}, {}, {.scale = 0.0625f}, {}};
+    const std::vector<Fp8Scale> start{{}, {}, {.scale = 0.0625f}, {}, {.scale = 0}, {.scale = 0}};
     scales_ = std::make_unique<BenchBuffer>(BenchBuffer::copy_of(start.data(), start.size() * sizeof(Fp8Scale)));
-    const Fp8WeightItem<bf16> items[] = {{up8(), nullptr, up_.as<bf16>(), scale(0), kF, kC},
-                                         {nullptr, down8(), down_.as<bf16>(), scale(1), kF, kC}};
+    const Fp8WeightItem<bf16> items[] = {{up8(), up8_t_.as<e4m3>(), up_.as<bf16>(), scale(0), kF, kC},
+                                         {down8_rows_.as<e4m3>(), down8(), down_.as<bf16>(), scale(1), kF, kC}};
     const BenchBuffer table = BenchBuffer::copy_of(items, sizeof items);
     fp8_weights({table.as<Fp8WeightItem<bf16>>(), items, 2, Fp8Scaling::current, false, nullptr}, exec_);
     forward(Fp8Scaling::delayed, Fp8Scaling::fixed, false);
     fp8_next_scales({scale(3), 1, 1.8, nullptr}, exec_);
+    backward(true, true, Fp8Scaling::delayed);
   }
 
   Fp8Scale* scale(int index) const { return scales_->as<Fp8Scale>() + index; }
@@ -54,6 +55,42 @@ class Mlp {
              .post_scaling = post_scaling,
              .fused_up = fused});
   }
+  // Of input and post in FP8 too, as forward left them.
+  void backward(bool input_grad, bool weight_grad, Fp8Scaling scaling) const {
+    const auto gradient = [&](const BenchBuffer& codes, const BenchBuffer& codes_t, int scale_index) {
+      return Fp8Copies<e5m2>{.codes = input_grad ? codes.as<e5m2>() : nullptr,
+                             .codes_t = weight_grad ? codes_t.as<e5m2>() : nullptr,
+                             .scale = scale(scale_index),
+                             .scaling = scaling,
+                             .start_margin = 4};
+    };
+    const auto activation = [&](const BenchBuffer& codes_t, int scale_index) {
+      return Fp8Copies<e4m3>{
+          .codes_t = weight_grad ? codes_t.as<e4m3>() : nullptr, .scale = scale(scale_index), .scaling = Fp8Scaling::fixed};
+    };
+    relu2_mlp_backward({.dinp = out_.as<bf16>(),
+                        .dup_weight = dup_.as<float>(),
+                        .ddown_weight = ddown_.as<float>(),
+                        .dhidden = pre_.as<bf16>(),
+                        .dout = dout_.as<bf16>(),
+                        .inp = inp_.as<bf16>(),
+                        .post = post_.as<bf16>(),
+                        .up_weight = up_.as<bf16>(),
+                        .down_weight = down_.as<bf16>(),
+                        .N = kN,
+                        .C = kC,
+                        .F = kF,
+                        .fp8 = {.up8_t = input_grad ? up8_t_.as<e4m3>() : nullptr,
+                                .up_scale = scale(0),
+                                .down8 = input_grad ? down8_rows_.as<e4m3>() : nullptr,
+                                .down_scale = scale(1),
+                                .inp = activation(inp8_, 2),
+                                .post = activation(post8_, 3),
+                                .dout = gradient(dout8_, dout8_t_, 4),
+                                .dpre = gradient(dpre8_, dpre8_t_, 5)}},
+                       exec_);
+  }
+  void backward_bf16() const { backward(false, false, Fp8Scaling::fixed); }
   void quantize_inp(Fp8Scaling scaling) const {
     fp8_quantize({inp8_.as<e4m3>(), nullptr, inp_.as<bf16>(), scale(2), kN, kC, scaling, false}, exec_);
   }
@@ -114,13 +151,42 @@ class Mlp {
               down_ = BenchBuffer::normal_bf16(int64_t{kF} * kC, 0.018), out_ = BenchBuffer::normal_bf16(kN * kC),
               pre_ = BenchBuffer::normal_bf16(kN * kF, 0.5), post_ = BenchBuffer::normal_bf16(kN * kF),
               inp8_ = BenchBuffer::normal_e4m3(kN * kC), post8_ = BenchBuffer::normal_e4m3(kN * kF),
-              up8_ = BenchBuffer::normal_e4m3(int64_t{kF} * kC), down8_ = BenchBuffer::normal_e4m3(int64_t{kF} * kC);
-  std::unique_ptr<BenchBuffer> scales_;  // up weights, down weights, input, post
+              up8_ = BenchBuffer::normal_e4m3(int64_t{kF} * kC), down8_ = BenchBuffer::normal_e4m3(int64_t{kF} * kC),
+              up8_t_ = BenchBuffer::normal_e4m3(int64_t{kF} * kC), down8_rows_ = BenchBuffer::normal_e4m3(int64_t{kF} * kC),
+              dout_ = BenchBuffer::normal_bf16(kN * kC, 1e-4), dout8_ = BenchBuffer::normal_e5m2(kN * kC),
+              dout8_t_ = BenchBuffer::normal_e5m2(kN * kC), dpre8_ = BenchBuffer::normal_e5m2(kN * kF),
+              dpre8_t_ = BenchBuffer::normal_e5m2(kN * kF), dup_ = BenchBuffer::zeroed(sizeof(float) * kF * kC),
+              ddown_ = BenchBuffer::zeroed(sizeof(float) * kF * kC);
+  std::unique_ptr<BenchBuffer> scales_;  // up weights, down weights, input, post, gradients of the output and of pre
 };
+
+// Backward: its floor is the four products, with every operand read and every result written once, and 6 bytes a hidden value
+// between them (FP8: 7, fused).
+void bench_backward(const Mlp& mlp, const BenchOptions& options, std::ostream& out) {
+  constexpr Fp8Scaling kCurrent = Fp8Scaling::current, kDelayed = Fp8Scaling::delayed;
+  const auto products = [](double rate, double bytes) {
+    const double hidden = kHidden * bytes, inp = kInp * bytes, weight = kWeight * bytes;
+    return floor_ms(kFlops, rate, inp + weight + 2 * kHidden) + floor_ms(kFlops, rate, hidden + weight + 2 * kInp) +
+           2 * floor_ms(kFlops, rate, hidden + inp + 8 * kWeight);
+  };
+  const double bf16_floor = products(kBf16Rate, 2) + floor_ms(0, 1, 6 * kHidden),
+               fp8_floor = products(kFp8Rate, 1) + floor_ms(0, 1, 7 * kHidden + 7 * kInp);
+  const auto whole = [&](const char* name, double floor, std::function<void()> run) {
+    return BenchCase{.name = name, .run = std::move(run), .flops = 4 * kFlops, .bytes = 0, .floor_ms = floor};
+  };
+  bench_table("relu2 MLP backward, the same shape",
+              {whole("BF16", bf16_floor, [&] { mlp.backward_bf16(); }),
+               whole("FP8, current", fp8_floor, [&] { mlp.backward(true, true, kCurrent); }),
+               whole("FP8, delayed", fp8_floor, [&] { mlp.backward(true, true, kDelayed); }),
+               whole("FP8 input gradients alone, delayed", fp8_floor, [&] { mlp.backward(true, false, kDelayed); }),
+               whole("FP8 weight gradients alone, delayed", fp8_floor, [&] { mlp.backward(false, true, kDelayed); })},
+              options.exec, options.seconds, out);
+}
 
 }  // namespace
 
-// The Main Track's MLP forward at one row of 49,152 tokens: whole, and the stages it is made of. post is relu² data: half zeros.
+// The Main Track's MLP at one row of 49,152 tokens: forward, whole and the stages it is made of, and backward. post is relu² data:
+// half zeros.
 void bench_relu2_mlp(const BenchOptions& options, std::ostream& out) {
   const CudaExec& exec = options.exec;
   const Mlp mlp(exec);
@@ -161,6 +227,7 @@ void bench_relu2_mlp(const BenchOptions& options, std::ostream& out) {
   add("down FP8", kFlops, kFp8Rate, kHidden + kWeight + 2 * kInp, [&] { mlp.down_fp8(); });
   bench_table("relu2 MLP forward, N = 49152, C = 768, F = 3072; floor: 604 (BF16) and 1012 (FP8) TFLOP/s, 4.2 TB/s", cases, exec,
               options.seconds, out);
+  bench_backward(mlp, options, out);
 }
 
 }  // namespace speedrun::kernels

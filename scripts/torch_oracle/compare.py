@@ -6,7 +6,8 @@
   compare.py grads  --ours OURS.safetensors --oracle TORCH.safetensors [--max-error 1e-4]
       relative error alone
   compare.py losses --ours metrics.jsonl --torch losses.jsonl [--max-mean 0.005] [--max-abs 1e-4] [--plot FILE.png] [--csv FILE.csv]
-      two loss curves, step by step; fails above a limit that is given
+      two loss curves, step by step; fails above a limit that is given; with --again LOSSES.jsonl beside it how far PyTorch's own runs
+      are apart
 """
 
 import argparse
@@ -96,6 +97,11 @@ def compare_losses(args):
     worst = max(range(len(steps)), key=lambda i: abs(differences[i]))
     print(f"{len(steps)} steps in both ({len(ours)} ours, {len(torch_)} of PyTorch)")
     print(f"mean difference {mean:+.6f}, mean |difference| {mean_abs:.6f}, largest {differences[worst]:+.6f} at step {steps[worst]}")
+    if args.again:
+        again = read_losses(args.again)
+        spread = [torch_[step] - again[step] for step in steps if step in again]
+        mean_spread, largest = sum(map(abs, spread)) / max(1, len(spread)), max(map(abs, spread), default=math.nan)
+        print(f"two runs of PyTorch: mean |difference| {mean_spread:.6f}, largest {largest:.6f}, {len(spread)} steps")
     print(f"last step {steps[-1]}: ours {ours[steps[-1]]:.6f}, PyTorch {torch_[steps[-1]]:.6f}")
     ascii_plot({"o": {s: ours[s] for s in steps}, "t": {s: torch_[s] for s in steps}})
     if args.csv:
@@ -145,6 +151,7 @@ def main():
     losses = modes.add_parser("losses")
     losses.add_argument("--ours", required=True)
     losses.add_argument("--torch", required=True)
+    losses.add_argument("--again", help="a second run of PyTorch's, for its spread")
     losses.add_argument("--offset", type=int, default=0, help="added to our step numbers")
     losses.add_argument("--max-mean", type=float, help="largest allowed mean |difference|")
     losses.add_argument("--max-abs", type=float, help="largest allowed |difference|")

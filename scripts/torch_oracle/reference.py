@@ -51,13 +51,13 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=30, help="train: updates to make (default 30)")
     parser.add_argument("--runs", type=int, default=1, help="train: so many runs from the same weights, for the spread; FILE.2.jsonl …")
     parser.add_argument("--warm-steps", type=int, default=0, help="export: updates to make first")
+    parser.add_argument("--start-out", help="export: file for the weights before those steps, too")
     parser.add_argument("--perturb", action="store_true", help="export: noise on every weight, so that no gradient is zero")
     parser.add_argument("--seed", type=int, default=1337, help="of drawn weights and noise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--fp32", action="store_true", help="weights and activations in FP32, without TF32")
     parser.add_argument("--no-fp8", action="store_true", help="leave FP8 out where the configuration has it")
     parser.add_argument("--sum-fp32", action="store_true", help="grads: add up micro-batches in FP32, not in the weights' types as the reference")
-    parser.add_argument("--compile", action="store_true", help="let PyTorch compile what the reference wants compiled (minutes)")
     return parser.parse_args()
 
 
@@ -87,13 +87,12 @@ class Reference:
         vocab_size = config["model"]["vocab_size"]
         tokens = vocabulary.token_bytes(os.path.join(base, config["data"]["vocabulary"]), vocab_size)
         ranks = {token: i for i, token in enumerate(tokens)}
-        self.module = reference_source.load(args.source, args.device, self.dtype, self.fp8, ranks, args.compile)
+        self.module = reference_source.load(args.source, args.device, self.dtype, self.fp8, ranks)
         timer.line("source loaded")
         self.model = reference_source.build_model(self.module, config, args.device, self.dtype, args.seed)
         reference_source.set_schedule(self.module, config)
         self.model.prefix_table.copy_(self.module.build_prefix_table(self.model.vocab_size))
         self.model.train()
-        self.forward = torch.compile(self.model, dynamic=False) if args.compile else self.model
         self.start = None  # weights to go back to
         if args.weights:
             self.start = tensor_file.load(args.weights)
@@ -131,7 +130,7 @@ class Reference:
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
         for _ in range(ROWS):
             inputs, targets, cum_seqlens, bigram_inputs, _ = loader.send(manager.train_loader_send_args)
-            losses = self.forward(inputs, targets, cum_seqlens, bigram_inputs, manager.get_forward_args())
+            losses = self.model(inputs, targets, cum_seqlens, bigram_inputs, manager.get_forward_args())
             (losses.sum() * self.module.grad_scale).backward()
             total += losses.detach().double().sum()
             tokens += inputs.numel()
@@ -144,6 +143,9 @@ class Reference:
             self.model.quantize_mlp_fp8(bootstrap_down=step < self.config["fp8"]["down_weight_exact_steps"])
 
     def train(self, steps, out=None):
+        total = self.module.training_schedule.total_steps
+        if steps > total:
+            raise SystemExit(f"{steps} steps wanted, the configuration's stages have {total}")
         with self.training() as (manager, loader):
             for step in range(steps):
                 start = time.perf_counter()
@@ -182,6 +184,9 @@ def main():
     reference = Reference(args, config, timer)
 
     if args.mode == "export":
+        if args.start_out:
+            tensor_file.save(args.start_out, reference_names.weights(reference.model), keep_bf16=True)
+            timer.line(f"wrote {args.start_out}")
         reference.train(args.warm_steps)
         weights = reference_names.weights(reference.model)
         if args.perturb:

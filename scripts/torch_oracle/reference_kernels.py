@@ -66,7 +66,7 @@ def varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         y = F.scaled_dot_product_attention(
             queries, Bands.apply(k, block, window), Bands.apply(v, block, window), attn_mask=mask, scale=softmax_scale
         )
-    return y.transpose(1, 2).flatten(0, 1)
+    return y.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def dc_attention_add_base(base, q, k, v, dc_weights, softmax_lse, scaling, window, seq_lens):

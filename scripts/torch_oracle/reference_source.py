@@ -43,6 +43,7 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, device, dtype):
         self.device, self.dtype = device, dtype
         self.slice_copies = self.exact_copies = 0
+        self.in_model = False
 
     def top_level(self, body):
         end = next((i for i, node in enumerate(body) if isinstance(node, ast.ClassDef) and node.name == LAST_CLASS), None)
@@ -61,7 +62,7 @@ class _Rewriter(ast.NodeTransformer):
         return kept
 
     def visit_ClassDef(self, node):
-        outer, self.in_model = getattr(self, "in_model", False), node.name == "GPT"
+        outer, self.in_model = self.in_model, node.name == "GPT"
         self.generic_visit(node)
         self.in_model = outer
         return node
@@ -94,7 +95,7 @@ class _Rewriter(ast.NodeTransformer):
             return ast.Constant(1)
         if self.dtype != torch.bfloat16 and _method(node, "bfloat16") and not node.args:
             return ast.Call(ast.Attribute(node.func.value, "to", ast.Load()), [ast.parse(str(self.dtype), mode="eval").body], [])
-        if getattr(self, "in_model", False) and _method(node, "detach"):
+        if self.in_model and _method(node, "detach"):
             self.exact_copies += 1
             return _call_method(node, "float")
         return node
@@ -150,7 +151,7 @@ def _complete_backward(function):
     function.backward = staticmethod(lambda ctx, *grads: (*backward(ctx, *grads), *[None] * 8))
 
 
-def load(source, device, dtype, fp8, ranks, compiled=False):
+def load(source, device, dtype, fp8, ranks):
     """The reference as a module. device "cuda" or "cpu"; dtype BF16, or FP32 for all weights and activations; ranks: bytes -> id of every
     token but the end of text. Its own kernels run on a GPU in BF16, PyTorch's operations otherwise. Once a process."""
     own_kernels = device != "cpu" and dtype == torch.bfloat16
@@ -163,8 +164,7 @@ def load(source, device, dtype, fp8, ranks, compiled=False):
     if not fp8:
         os.environ["DISABLE_FP8"] = "1"
     _stand_ins(ranks)
-    if not compiled:
-        torch.compile = _without_compilation
+    torch.compile = _without_compilation
     if device == "cpu":
         properties = types.SimpleNamespace(multi_processor_count=1)
         torch.cuda.current_device = lambda: 0
@@ -282,5 +282,6 @@ def set_schedule(module, config):
 def make_manager(module, model, config):
     manager = module.TrainingManager(model)
     manager.block_size = 1
-    manager.split_step = config["schedule"]["split_step"] | 1
+    split_step = config["schedule"]["split_step"]
+    manager.split_step = split_step | 1 if split_step else None  # 0: never
     return manager

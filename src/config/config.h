@@ -239,11 +239,28 @@ struct Config {
     double mlp_down_bound = 448;                          // fixed scaling: largest relu(x)²
     double mlp_down_margin = 1.8;                         // delayed: scale = margin · maximum / 448
     double down_weight_margin = 1.12;                     // delayed scale of the down weights
-    int down_weight_exact_steps = 16;  // first steps in which the down weights' scale is their current maximum, without margin
+    int down_weight_exact_steps = 17;  // first steps in which the down weights' scale is their current maximum, without margin
     double head_inp_bound = 100, head_weight_bound = 1.6, head_grad_bound = 0.75;  // largest values; the last per grad_scale
     bool force_unit_scales = false;                                                // every scale 1: shows that scales matter
+    // Beyond the record: the MLP's backward and the attention's projections; gradients in E5M2. grad_inp: the gradient of an
+    // input, grad_weight: of a weight.
+    Precision mlp_grad_inp = Precision::bf16, mlp_grad_weight = Precision::bf16;  // of both of the MLP's products
+    Precision qkv = Precision::bf16, qkv_grad_inp = Precision::bf16, qkv_grad_weight = Precision::bf16;
+    Precision out = Precision::bf16, out_grad_inp = Precision::bf16, out_grad_weight = Precision::bf16;
+    // Scales of those gradients and activations, current or delayed; a forward product's activation keeps its scale in backward.
+    ScalingKind backward_scaling = ScalingKind::current;
+    double grad_margin = 4;     // delayed: scale = margin · maximum / 57344
     double warn_saturated = 0;  // count values that saturate or are flushed to 0, warn above this fraction; 0: not counted
     MlpUpKernel mlp_up_kernel = MlpUpKernel::automatic;
+
+    bool weight_grads() const {  // besides the head's
+      return mlp_grad_weight == Precision::fp8 || qkv_grad_weight == Precision::fp8 || out_grad_weight == Precision::fp8;
+    }
+    bool beyond_record() const {
+      return weight_grads() || mlp_grad_inp == Precision::fp8 || qkv == Precision::fp8 || qkv_grad_inp == Precision::fp8 ||
+             out == Precision::fp8 || out_grad_inp == Precision::fp8;
+    }
+    bool any() const { return beyond_record() || mlp_up == Precision::fp8 || mlp_down == Precision::fp8 || head == Precision::fp8; }
     bool operator==(const Fp8&) const = default;
   } fp8;
 

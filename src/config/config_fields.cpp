@@ -303,11 +303,23 @@ void add_fp8(Table& f, Config::Fp8& c) {
   f.add("fp8.mlp_down_bound", c.mlp_down_bound, kPositive, "fixed: largest relu(x)²");
   f.add("fp8.mlp_down_margin", c.mlp_down_margin, kPositive, "delayed: largest value expected, in units of the last maximum");
   f.add("fp8.down_weight_margin", c.down_weight_margin, kPositive, "the same for the down weights");
-  f.add("fp8.down_weight_exact_steps", c.down_weight_exact_steps, kSteps,
+  f.add("fp8.down_weight_exact_steps", c.down_weight_exact_steps, Range{1, kMaxCount},
         "first steps, in which the down weights' scale comes from their current maximum");
   f.add("fp8.head_inp_bound", c.head_inp_bound, kPositive, "largest |x| that enters the head");
   f.add("fp8.head_weight_bound", c.head_weight_bound, kPositive, "largest |weight| of the head");
   f.add("fp8.head_grad_bound", c.head_grad_bound, kPositive, "448 / 57344 of the largest |gradient of a logit|");
+  f.add("fp8.mlp_grad_inp", c.mlp_grad_inp, "gradients of the inputs of the MLP's two products");
+  f.add("fp8.mlp_grad_weight", c.mlp_grad_weight, "gradients of the MLP's weights");
+  f.add("fp8.qkv", c.qkv, "the projection to q, k and v, forward");
+  f.add("fp8.qkv_grad_inp", c.qkv_grad_inp, "gradient of its input");
+  f.add("fp8.qkv_grad_weight", c.qkv_grad_weight, "gradient of its weights");
+  f.add("fp8.out", c.out, "attention's output projection, forward");
+  f.add("fp8.out_grad_inp", c.out_grad_inp, "gradient of its input");
+  f.add("fp8.out_grad_weight", c.out_grad_weight, "gradient of its weights");
+  f.add("fp8.backward_scaling", c.backward_scaling,
+        "current or delayed: scales of these gradients, and of activations that no other key gives one");
+  f.add("fp8.grad_margin", c.grad_margin, kPositive,
+        "delayed: largest gradient expected, in units of the last maximum (activations: fp8.mlp_down_margin)");
   f.add("fp8.force_unit_scales", c.force_unit_scales, "every scale is 1: shows that scales matter");
   f.add("fp8.warn_saturated", c.warn_saturated, kFraction,
         "warn above this fraction of saturated or flushed values; 0: they are not counted");

@@ -351,6 +351,15 @@ TEST_F(MainTrackConfig, EveryFeatureCanBeSwitchedOffByItself) {
                                 "fp8.mlp_up=bf16",
                                 "fp8.mlp_down=bf16",
                                 "fp8.head=bf16",
+                                "fp8.mlp_grad_inp=fp8",
+                                "fp8.mlp_grad_weight=fp8",
+                                "fp8.qkv=fp8",
+                                "fp8.qkv_grad_inp=fp8",
+                                "fp8.qkv_grad_weight=fp8",
+                                "fp8.out=fp8",
+                                "fp8.out_grad_inp=fp8",
+                                "fp8.out_grad_weight=fp8",
+                                "fp8.backward_scaling=delayed",
                                 "schedule.stages.3.steps=0",
                                 "data.reader=rows",
                                 "optim.matrix.optimizer=muon",
@@ -369,6 +378,7 @@ TEST_F(MainTrackConfig, ImpossibleCombinations) {
                                 "model.activation=gelu", "model.bias=true", "model.head_bias=true", "model.init=gpt2"}) {
     refused({key}, "model.architecture = main_track needs " + key.substr(0, key.find('=')));
   }
+  refused({"fp8.backward_scaling=fixed"}, "fp8.backward_scaling = fixed");
   refused({"model.tied_head=true", "model.init=gpt2"}, "model.tied_head = false");
   refused({"model.max_positions=2048"}, "model.max_positions = 2048 needs model.architecture = gpt; here it is main_track");
   refused({"optim.vector.lr=1"}, "optim.vector.lr = 1.0 needs model.architecture = gpt");
@@ -414,6 +424,7 @@ TEST_F(MainTrackConfig, ImpossibleCombinations) {
   refused({"schedule.lr.hold_steps=600"}, "schedule.lr.hold_steps = 1362 must not exceed the sum of the stages' steps = 1285");
   refused({"eval.row_tokens=1000"}, "eval.tokens = 10485760 must be a multiple of eval.row_tokens = 1000");
   refused({"train.micro_batch_tokens=16384"}, "train.micro_batch_tokens = 16384 must be at least the row length 49152");
+  EXPECT_NE(outcome({"fp8.grad_margin=0"}).find("fp8.grad_margin: expected a value in the range > 0"), std::string::npos);
   EXPECT_NE(outcome({"model.dc_window=257"}).find("model.dc_window: expected a value in the range 1..256"), std::string::npos);
 }
 
@@ -436,6 +447,34 @@ TEST_F(ConfigTest, HeadSizesOfCuda) {
   config.model.num_heads = 24;
   EXPECT_THROW(validate_for_cuda(config, "test"), InputError);
   EXPECT_NO_THROW(validate(config, "test")) << "the CPU takes any";
+}
+
+// A sum over tokens in FP8 needs whole sixteens of them.
+TEST_F(MainTrackConfig, RowsOfFp8WeightGradientsOnCuda) {
+  const auto outcome_on_cuda = [](const std::vector<std::string>& settings) -> std::string {
+    try {
+      Config config = load_config(fs::path(SPEEDRUN_SOURCE_DIR) / "configs/main_track_tiny.json", settings);
+      validate_for_cuda(config, "test.json");
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(outcome_on_cuda({"fp8.qkv_grad_weight=fp8"}), "accepted");
+  Config config = load_config(fs::path(SPEEDRUN_SOURCE_DIR) / "configs/main_track_tiny.json");
+  for (auto& [index, stage] : config.schedule.stages) stage.batch_tokens = int64_t{config.data.document_rows} * 24;
+  EXPECT_NO_THROW(validate_for_cuda(config, "test.json"));
+  config.fp8.out = config.fp8.qkv_grad_inp = Precision::fp8;
+  EXPECT_NO_THROW(validate_for_cuda(config, "test.json"));
+  config.fp8.mlp_grad_weight = Precision::fp8;
+  try {
+    validate_for_cuda(config, "test.json");
+    FAIL() << "accepted";
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("need rows of a multiple of 16 tokens; the row length 24"), std::string::npos)
+        << error.what();
+  }
+  EXPECT_NO_THROW(validate(config, "test.json")) << "the CPU takes any";
 }
 
 std::vector<fs::path> config_files() {

@@ -167,6 +167,8 @@ void check_main_track(const Check& check, const Config& config) {
     check.that(found == model.layers.end() || found->second.attention,
                "model.mudd mixes into the last layer's attention, but model.layers.{}.attention is false", last);
   }
+  check.that(config.fp8.backward_scaling != ScalingKind::fixed,
+             "fp8.backward_scaling = fixed: nobody knows a bound of these tensors; expected current or delayed");
   if (model.tied_until_split) {
     const Config::Group &embedding = config.optim.embedding, &head = config.optim.head;
     check.that(
@@ -197,9 +199,9 @@ Row check_rows(const Check& check, const Config& config, int64_t batch_tokens, c
   return {tokens, fmt::format("the row length {} ({} / data.document_rows)", tokens, key)};
 }
 
-void check_batch(const Check& check, const Config& config) {
+std::vector<Row> stage_rows(const Check& check, const Config& config) {
   const Config::Train& train = config.train;
-  std::vector<Row> rows;  // of the stages
+  std::vector<Row> rows;
   for (const auto& [index, stage] : config.schedule.stages) {
     if (stage.steps == 0) continue;
     rows.push_back(stage.batch_tokens == 0
@@ -207,7 +209,12 @@ void check_batch(const Check& check, const Config& config) {
                        : check_rows(check, config, stage.batch_tokens, fmt::format("schedule.stages.{}.batch_tokens", index)));
   }
   if (rows.empty()) rows.push_back(check_rows(check, config, train.batch_tokens, "train.batch_tokens"));
+  return rows;
+}
 
+void check_batch(const Check& check, const Config& config) {
+  const Config::Train& train = config.train;
+  const std::vector<Row> rows = stage_rows(check, config);
   const Row eval_row = config.eval.row_tokens == 0
                            ? rows.front()
                            : Row{config.eval.row_tokens, fmt::format("eval.row_tokens = {}", config.eval.row_tokens)};
@@ -362,13 +369,19 @@ void validate_for_cuda(const Config& config, const std::string& source) {
   check.that(!dc || model.num_heads <= kMaxDcHeads, "the CUDA device has DC attention for up to {} heads; model.num_heads is {}",
              kMaxDcHeads, model.num_heads);
   const Config::Fp8& fp8 = config.fp8;
-  if (fp8.mlp_up == Precision::bf16 && fp8.mlp_down == Precision::bf16 && fp8.head == Precision::bf16) return;
+  if (!fp8.any()) return;
   constexpr int kFp8Channels = 16;  // 16 bytes
   for (const auto& [channels, name] : {std::pair<int64_t, const char*>{model.width, "model.width"},
                                        {model.mlp_hidden, "model.mlp_hidden"},
                                        {model.padded_vocab_size(), "the padded vocabulary"}}) {
     check.that(channels % kFp8Channels == 0, "FP8 on the CUDA device needs multiples of {}; {} is {}", kFp8Channels, name,
                channels);
+  }
+  if (!fp8.weight_grads()) return;
+  for (const Row& row : stage_rows(check, config)) {
+    check.that(row.tokens % kFp8Channels == 0,
+               "weight gradients in FP8 (fp8.*_grad_weight) on the CUDA device need rows of a multiple of {} tokens; {} is not",
+               kFp8Channels, row.name);
   }
 }
 

@@ -93,7 +93,11 @@ void Parameters<T>::write_master(Device& device, int index, const std::vector<Ac
     const kernels::WeightRef<T> ref = weight(index);
     std::vector<bf16> values(n);
     std::vector<uint16_t> lows(n);
-    for (size_t i = 0; i < n; ++i) kernels::split_master(master[i], ref.split, values[i], lows[i]);
+    ThreadPool pool(0);
+    kernels::parallel_ranges({.pool = &pool}, static_cast<int64_t>(n), kDrawsAtOnce, [&](int64_t begin, int64_t end) {
+      for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+        kernels::split_master(master[i], ref.split, values[i], lows[i]);
+    });
     device.copy_in(ref.value, values.data(), n * sizeof(bf16));
     if (ref.low != nullptr) device.copy_in(ref.low, lows.data(), n * sizeof(uint16_t));
     device.synchronize();
@@ -116,11 +120,18 @@ void Parameters<T>::initialize(Device& device, uint64_t seed) {
   const kernels::HostExec exec{.pool = &pool};
   for (int p = 0; p < size(); ++p) {
     const ParameterSpec& row = spec(p);
+    const bool drawn = row.init_std != 0 || row.init_bound != 0 || row.init_sign;
+    if (!drawn && row.init_mean == 0 && row.init_values.empty()) {  // large tables start at zero: nothing to make on the host
+      const kernels::WeightRef<T> ref = weight(p);
+      device.zero(ref.value, static_cast<size_t>(row.count()) * sizeof(T));
+      if (ref.low != nullptr) device.zero(ref.low, static_cast<size_t>(row.count()) * sizeof(uint16_t));
+      continue;
+    }
     std::vector<Acc<T>> master(static_cast<size_t>(row.count()), static_cast<Acc<T>>(row.init_mean));
     if (!row.init_values.empty()) {
       require(row.init_values.size() == master.size(), "internal: ", row.name, " has ", row.init_values.size(), " initial values");
       std::copy(row.init_values.begin(), row.init_values.end(), master.begin());
-    } else if (row.init_std != 0 || row.init_bound != 0 || row.init_sign) {
+    } else if (drawn) {
       // The stream is the name's hash: adding a parameter elsewhere leaves the others' values alone.
       const uint64_t stream = hash_bytes(row.name.data(), row.name.size());
       kernels::parallel_ranges(exec, row.count(), kDrawsAtOnce, [&](int64_t begin, int64_t end) {

@@ -109,8 +109,9 @@ class MainTrack : public Model<T> {
     Acc<T>*dup_weight = nullptr, *ddown_weight = nullptr;
     T *value_table = nullptr, *value_gate_weight = nullptr;
     Acc<T>*dvalue_table = nullptr, *dvalue_gate_weight = nullptr;
-    T *qkv_scaled = nullptr, *out_scaled = nullptr;  // λ·W
-    e4m3 *up8 = nullptr, *down8 = nullptr;
+    T *qkv_scaled = nullptr, *out_scaled = nullptr;                               // λ·W
+    e4m3 *up8 = nullptr, *up8_t = nullptr, *down8 = nullptr, *down8_t = nullptr;  // as stored, (F, C); turned
+    e4m3 *qkv8 = nullptr, *qkv8_t = nullptr, *out8 = nullptr, *out8_t = nullptr;  // of what the products see
     Activations act;
   };
 
@@ -131,7 +132,7 @@ class MainTrack : public Model<T> {
   void forward(bool with_fp8);
   void forward_embedding();
   void forward_layer(Layer& layer, bool with_fp8);
-  void forward_attention(Layer& layer);
+  void forward_attention(Layer& layer, bool with_fp8);
   void forward_mlp(Layer& layer, bool with_fp8);
   void head(const Acc<T>* grad_scale, const kernels::LossWeights<T>* weights);
   void net_forward(GateNet& net, const T* inp);
@@ -178,6 +179,12 @@ class MainTrack : public Model<T> {
   ValueGate value_gate(const Layer& layer) const;
   bool fused_up(bool fp8_operands) const;
   kernels::Relu2MlpFp8 mlp_fp8(const Layer& layer, bool with_fp8) const;
+  kernels::Relu2MlpBackwardFp8 mlp_backward_fp8(const Layer& layer) const;
+  kernels::ProjectionFp8 qkv_fp8(const Layer& layer) const;
+  kernels::ProjectionFp8 out_fp8(const Layer& layer) const;
+  template <class Fp8>
+  kernels::Fp8Copies<Fp8> copies(Fp8* codes, Fp8* codes_t, kernels::Fp8Scale* scale) const;
+  bool backward_delayed() const;
   kernels::HeadFp8 head_fp8() const;
   int first_shared_reader() const;
   const Acc<T>* frequencies() const;
@@ -221,18 +228,26 @@ class MainTrack : public Model<T> {
   kernels::ScaledWeightItem<T>* scaled_items_ = nullptr;
   double* scaled_scratch_ = nullptr;
 
-  // FP8. Scales in one array: for every layer those of the MLP's input, of up, of relu², of down; then the head's three.
+  // FP8. Scales in one array: for every layer those of the MLP's input, of up, of relu², of down; then the head's three; then, if
+  // one of the products beyond the record's is in FP8, for every layer those of four gradients (of the MLP's output, of its
+  // pre-activation, of q, k, v, of attention's output), of the two projections' inputs and of their weights.
   struct Fp8Scales {
     kernels::Fp8Scale *inp = nullptr, *up = nullptr, *post = nullptr, *down = nullptr;  // (L) each
     kernels::Fp8Scale *head_inp = nullptr, *head_weight = nullptr, *head_grad = nullptr;
+    kernels::Fp8Scale *mlp_dout = nullptr, *dpre = nullptr, *qkv_dout = nullptr, *out_dout = nullptr;        // (L) each
+    kernels::Fp8Scale *qkv_inp = nullptr, *out_inp = nullptr, *qkv_weight = nullptr, *out_weight = nullptr;  // (L) each
   };
   kernels::Fp8Scale* scale_buffer_ = nullptr;
   Fp8Scales scales_;
-  int num_scales() const { return 4 * static_cast<int>(layers_.size()) + 3; }
-  std::vector<kernels::Fp8WeightItem<T>> up_items_, down_items_, head_items_;
+  int num_layers() const { return static_cast<int>(layers_.size()); }
+  int num_scales() const { return (fp8_.beyond_record() ? 12 : 4) * num_layers() + 3; }
+  std::vector<kernels::Fp8WeightItem<T>> up_items_, down_items_, head_items_, attention_items_;
   kernels::Fp8WeightItem<T>* weight_items_ = nullptr;  // all of them on the device, in this order
   e4m3 *inp8_ = nullptr, *post8_ = nullptr, *head8_ = nullptr, *head8_t_ = nullptr, *head_inp8_ = nullptr, *head_inp8_t_ = nullptr;
   e5m2 *head_grad8_ = nullptr, *head_grad8_t_ = nullptr;
+  // Backward, of one layer's one product: an input turned, relu² turned, the gradient of an output and of the pre-activation.
+  e4m3 *inp8_t_ = nullptr, *post8_t_ = nullptr;
+  e5m2 *dout8_ = nullptr, *dout8_t_ = nullptr, *dpre8_ = nullptr, *dpre8_t_ = nullptr;
 
   // Backward.
   GradSlot dstream_, dx0_, dbigram_, dc0_, dearly_, dlate_, dlast_, dvalue0_;  // dlast_: of the last layer's input

@@ -151,7 +151,8 @@ void MainTrack<T>::backward_mlp(Layer& layer) {
                                                            .down_weight = layer.down_weight,
                                                            .N = N(),
                                                            .C = config_.width,
-                                                           .F = config_.mlp_hidden},
+                                                           .F = config_.mlp_hidden,
+                                                           .fp8 = mlp_backward_fp8(layer)},
                               exec());
   norm_backward(dstream_, dnorm_.data, act.mid, act.norm2_rstd);
 }
@@ -175,7 +176,8 @@ void MainTrack<T>::backward_attention(Layer& layer) {
                                                       .scratch = scratch_,
                                                       .N = N(),
                                                       .K = C,
-                                                      .O = C},
+                                                      .O = C,
+                                                      .fp8 = out_fp8(layer)},
                            exec());
   if (gated) {
     kernels::head_gate_backward(kernels::HeadGateBackward<T>{.dy = dy_,
@@ -289,7 +291,8 @@ void MainTrack<T>::backward_value(Layer& layer) {
                                                            .N = N(),
                                                            .row_tokens = pass_.row_tokens,
                                                            .C = C,
-                                                           .H = H},
+                                                           .H = H,
+                                                           .fp8 = qkv_fp8(layer)},
                               exec());
   if (!value) return;
   if (!layer.mudd) {

@@ -117,7 +117,7 @@ void MainTrack<T>::forward_layer(Layer& layer, bool with_fp8) {
   T* const stream = stream_into(layer);
   if (layer.index == config_.mudd_gate_split && post_.layout.exists()) net_forward(post_, stream);
   if (layer.on.attention) {
-    forward_attention(layer);
+    forward_attention(layer, with_fp8);
   } else if (layer.on.skip_from >= 0) {
     mix_forward(skip_mix(layer), layer.act.mid);
   } else {
@@ -127,7 +127,7 @@ void MainTrack<T>::forward_layer(Layer& layer, bool with_fp8) {
 }
 
 template <class T>
-void MainTrack<T>::forward_attention(Layer& layer) {
+void MainTrack<T>::forward_attention(Layer& layer, bool with_fp8) {
   const int C = config_.width, H = config_.num_heads, D = C / H;
   Activations& act = layer.act;
   const T* const stream = stream_into(layer);
@@ -183,7 +183,8 @@ void MainTrack<T>::forward_attention(Layer& layer) {
                                                          .row_tokens = pass_.row_tokens,
                                                          .C = C,
                                                          .H = H,
-                                                         .eps = config_.norm_eps},
+                                                         .eps = config_.norm_eps,
+                                                         .fp8 = with_fp8 ? qkv_fp8(layer) : kernels::ProjectionFp8{}},
                              exec());
   const HeadView view = head_view(layer);
   kernels::attention_forward(kernels::AttentionForward<T>{.out = act.y,
@@ -240,7 +241,8 @@ void MainTrack<T>::forward_attention(Layer& layer) {
                                                     .residual = nullptr,
                                                     .N = N(),
                                                     .K = C,
-                                                    .O = C},
+                                                    .O = C,
+                                                    .fp8 = with_fp8 ? out_fp8(layer) : kernels::ProjectionFp8{}},
                           exec());
   mix_forward(attention_mix(layer), act.mid);
 }

@@ -13,8 +13,6 @@ constexpr float kSkipLambda = -1.5f;
 
 class Table {
  public:
-  explicit Table(const Config::Optim& optim) : optim_(optim) {}
-
   ParameterSpec& add(const std::string& name, std::vector<int64_t> shape, ParameterGroup group, const Config::Group& settings) {
     rows_.push_back({.name = name, .shape = std::move(shape), .group = group, .split = master_split(settings)});
     return rows_.back();
@@ -37,7 +35,6 @@ class Table {
   std::vector<ParameterSpec> take() { return std::move(rows_); }
 
  private:
-  const Config::Optim& optim_;
   std::vector<ParameterSpec> rows_;
 };
 
@@ -47,7 +44,7 @@ std::vector<ParameterSpec> main_track_parameters(const Config::Model& model, con
   const int64_t V = model.padded_vocab_size(), C = model.width, F = model.mlp_hidden, L = model.num_layers;
   const double bound = std::sqrt(3.0) * 0.5 / std::sqrt(static_cast<double>(C));
   const GateLayout gates = gate_layout(model);
-  Table table(optim);
+  Table table;
 
   table.add("wte", {V, C}, ParameterGroup::embedding, optim.embedding).init_std = kHeadStd;
   if (model.smear) table.add("smear.gate", {model.smear_channels}, ParameterGroup::smear, optim.smear);

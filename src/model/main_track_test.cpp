@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
+#include <map>
+#include <regex>
 
 #include "src/core/random.h"
 #include "src/model/parameter_table.h"
@@ -67,7 +70,7 @@ std::vector<ModelStage> stages() {
 // A model with memory of its own, its parameters moved away from special points (zeros, equal values).
 template <class T>
 struct Instance {
-  explicit Instance(const Config& config, bool training = true, bool tied = false, int threads = 2)
+  explicit Instance(const Config& config, bool training = true, bool tied = false, int threads = 2, double spread = 0.3)
       : device(make_cpu_device(threads)),
         parameters(parameter_table(config.model, config.optim), training),
         model(make_model<T>(config, {.max_tokens = kTokens, .max_row_tokens = kRow, .logits_chunk = 7, .training = training},
@@ -84,7 +87,7 @@ struct Instance {
       const uint64_t stream = hash_of(spec.name);
       for (size_t i = 0; i < master.size(); ++i) {
         const double start = spec.init_values.empty() ? spec.init_mean : static_cast<double>(spec.init_values[i]);
-        master[i] = static_cast<Acc<T>>(start + 0.3 * random_normal(11, stream, i));
+        master[i] = static_cast<Acc<T>>(start + spread * random_normal(11, stream, i));
       }
       parameters.write_master(*device, p, master);
     }
@@ -252,6 +255,143 @@ TEST(MainTrack, SplitFromATiedCopyIsTheSameModel) {
   split.parameters.write_master(*split.device, split.parameters.index("wte"),
                                 split.parameters.read_master(*split.device, split.parameters.index("head.weight")));
   EXPECT_EQ(tied.evaluated(), split.evaluated());
+}
+
+// FP8 on weights near their start: far from it this small model is so bent that any rounding makes another model of it.
+struct Fp8Step : Instance<float> {
+  explicit Fp8Step(const Config& config) : Instance<float>(config, true, false, 2, 0.1) {}
+
+  void run() {
+    for (int p = 0; p < parameters.size(); ++p) {
+      const ParameterSpec& spec = parameters.spec(p);
+      if (!spec.frozen) std::fill_n(parameters.grad(spec.name), spec.count(), 0.0f);
+    }
+    model->derive_weights();
+    model->begin_step(true);
+    model->forward_backward(&scale, &weights);
+    model->end_step(nullptr);
+  }
+};
+
+double norm_of(const std::vector<float>& values) {
+  double sum = 0;
+  for (const float x : values) sum += static_cast<double>(x) * static_cast<double>(x);
+  return std::sqrt(sum);
+}
+
+// ‖difference of the gradients‖ / ‖gradient‖ by parameter, and "all".
+std::map<std::string, double> distances(Fp8Step& plain, Fp8Step& fp8) {
+  std::map<std::string, double> result;
+  double all = 0, off = 0;
+  for (int p = 0; p < plain.parameters.size(); ++p) {
+    const ParameterSpec& spec = plain.parameters.spec(p);
+    if (spec.frozen) continue;
+    const std::vector<float> expected = plain.parameters.read_grad(*plain.device, p);
+    std::vector<float> difference = fp8.parameters.read_grad(*fp8.device, p);
+    for (size_t i = 0; i < difference.size(); ++i) difference[i] -= expected[i];
+    const double size = norm_of(expected), error = norm_of(difference);
+    all += size * size, off += error * error;
+    result[spec.name] = error / size;
+  }
+  result["all"] = std::sqrt(off / all);
+  return result;
+}
+
+bool is_layer_matrix(const std::string& name) { return name.starts_with("h.") && name.ends_with(".weight"); }
+
+struct Fp8Choice {
+  Precision Config::Fp8::*choice;
+  const char* only;  // part of the names of the parameters that it may change; null: any
+};
+
+constexpr Fp8Choice kFp8Choices[] = {{&Config::Fp8::mlp_up, nullptr},
+                                     {&Config::Fp8::mlp_down, nullptr},
+                                     {&Config::Fp8::head, nullptr},
+                                     {&Config::Fp8::mlp_grad_inp, nullptr},
+                                     {&Config::Fp8::mlp_grad_weight, ".mlp."},
+                                     {&Config::Fp8::qkv, nullptr},
+                                     {&Config::Fp8::qkv_grad_inp, nullptr},
+                                     {&Config::Fp8::qkv_grad_weight, "h.*attn.(qk|v)"},
+                                     {&Config::Fp8::out, nullptr},
+                                     {&Config::Fp8::out_grad_inp, nullptr},
+                                     {&Config::Fp8::out_grad_weight, ".attn.out."}};
+
+// Each choice does something, and a choice of weight gradients nothing elsewhere.
+TEST(MainTrack, EveryFp8ChoiceMovesItsGradientsALittle) {
+  Fp8Step plain(tiny());
+  plain.run();
+  for (const ScalingKind scaling : {ScalingKind::current, ScalingKind::delayed}) {
+    for (const Fp8Choice& each : kFp8Choices) {
+      SCOPED_TRACE("choice " + std::to_string(&each - kFp8Choices));
+      Config config = tiny();
+      config.fp8.*each.choice = Precision::fp8;
+      config.fp8.backward_scaling = scaling;
+      Fp8Step fp8(config);
+      fp8.run();
+      for (const auto& [name, distance] : distances(plain, fp8)) {
+        if (name == "all") {
+          EXPECT_GT(distance, 1e-4);
+          EXPECT_LT(distance, 0.06);
+        } else if (each.only != nullptr && name != "lambda.weight" && !std::regex_search(name, std::regex(each.only))) {
+          EXPECT_EQ(distance, 0) << name;
+        } else if (is_layer_matrix(name)) {
+          EXPECT_LT(distance, 0.12) << name;
+        }
+      }
+    }
+  }
+}
+
+TEST(MainTrack, GradientsWithFp8EverywhereStayNear) {
+  Fp8Step plain(tiny());
+  plain.run();
+  for (const ScalingKind scaling : {ScalingKind::current, ScalingKind::delayed}) {
+    SCOPED_TRACE(scaling == ScalingKind::current ? "current" : "delayed");
+    Config config = tiny();
+    for (const Fp8Choice& each : kFp8Choices) config.fp8.*each.choice = Precision::fp8;
+    config.fp8.backward_scaling = scaling;
+    config.fp8.warn_saturated = 0.5;
+    Fp8Step fp8(config);
+    for (int step = 0; step < 3; ++step) {
+      fp8.run();
+      for (const auto& [name, distance] : distances(plain, fp8)) {
+        if (name == "all" || is_layer_matrix(name)) {
+          EXPECT_LT(distance, name == "all" ? 0.08 : 0.18) << name << ", step " << step;
+        }
+      }
+    }
+    // Every tensor is counted, once a token or step; few values are lost, but where gradients lie far apart.
+    const std::vector<Fp8Losses> losses = fp8.model->take_fp8_losses(3 * kTokens, 3);
+    EXPECT_EQ(losses.size(), size_t{6} * 6 + 5 * 6 + 3);
+    for (const Fp8Losses& each : losses) {
+      EXPECT_EQ(each.saturated, 0) << each.name;
+      EXPECT_LT(each.flushed, each.values / 4) << each.name;
+    }
+    EXPECT_EQ(fp8.evaluated(), plain.evaluated()) << "no FP8 in evaluation";
+  }
+}
+
+// What a checkpoint holds is all that a step depends on.
+TEST(MainTrack, DelayedScalesAreState) {
+  Config config = tiny();
+  for (const Fp8Choice& each : kFp8Choices) config.fp8.*each.choice = Precision::fp8;
+  config.fp8.backward_scaling = ScalingKind::delayed;
+  Fp8Step first(config), second(config);
+  first.run();
+  const std::vector<StateTensor> from = first.model->state(), to = second.model->state();
+  ASSERT_EQ(from.size(), 1u);
+  std::memcpy(to[0].data, from[0].data, static_cast<size_t>(from[0].count));
+  first.run();
+  second.run();
+  for (int p = 0; p < first.parameters.size(); ++p) {
+    if (first.parameters.spec(p).frozen) continue;
+    EXPECT_EQ(first.parameters.read_grad(*first.device, p), second.parameters.read_grad(*second.device, p));
+  }
+  Fp8Step fresh(config);
+  fresh.run();
+  second.model->reset_state();
+  second.run();
+  EXPECT_EQ(distances(fresh, second)["all"], 0) << "as at the start";
 }
 
 TEST(MainTrack, LayoutIsTheRecords) {

@@ -126,7 +126,7 @@ TEST(ValidationRows, DocumentsAreCutAtRowEnds) {
   const Config config = load_config(kConfigs + "main_track_tiny.json");
   const ValidationReader reader = make_validation_reader(config);
   EXPECT_EQ(reader.row_tokens(), 2048);
-  EXPECT_EQ(reader.num_rows(), 32);
+  EXPECT_EQ(reader.num_rows(), 16);
   StepRows rows;
   reader.read(0, reader.num_rows(), rows);
   const auto bos = static_cast<int32_t>(config.model.vocab_size - 1);

@@ -96,7 +96,7 @@ class EngineOf : public Engine {
   }
 
   void allocate() {
-    plan_.check(device_, "lower train.micro_batch_tokens or train.logits_chunk_tokens");
+    plan_.check(device_, "lower train.micro_batch_tokens, eval.row_tokens or train.logits_chunk_tokens");
     arena_.emplace(device_, plan_);
     model_->prepare();
     if (options_.training) optimizer_.prepare(inputs_, verdict_);
@@ -331,7 +331,7 @@ class EngineOf : public Engine {
   struct PassKey {
     int stage = 0;
     bool tied = false;
-    auto operator<=>(const PassKey&) const = default;
+    bool operator<(const PassKey& other) const { return std::pair(stage, tied) < std::pair(other.stage, other.tied); }
   };
 
   std::string bad_tensor(int32_t index) const {

@@ -21,7 +21,9 @@ namespace speedrun {
 
 constexpr int kTestVocabulary = 300;
 
-inline nlohmann::json read_json_file(const std::string& path) { return nlohmann::json::parse(read_file(path), nullptr, true, true); }
+inline nlohmann::json read_json_file(const std::string& path) {
+  return nlohmann::json::parse(read_file(path), nullptr, true, true);
+}
 
 // Text with structure to learn: each id is mostly its predecessor plus 1 or plus 2.
 inline void write_test_shard(const std::filesystem::path& path, int64_t tokens, uint64_t seed) {
@@ -90,21 +92,24 @@ inline nlohmann::json optimization_track_patch() {
 // shards, with four short stages (20 steps) and the split of head and embedding in the second.
 inline nlohmann::json main_track_patch() {
   const nlohmann::json config = read_json_file(SPEEDRUN_SOURCE_DIR "/configs/main_track_tiny.json");
-  nlohmann::json patch = {{"model", config["model"]}, {"optim", config["optim"]}, {"fp8", config["fp8"]}, {"schedule", config["schedule"]}};
-  patch.merge_patch({{"model",
-                      {{"vocab_size", kTestVocabulary},
-                       {"vocab_padding", 16},
-                       {"bigram_rows", 512},
-                       {"bigram_sign_rows", 32},
-                       {"dc_window", 12}}},
-                     {"data", {{"reader", "documents"}, {"vocabulary", SPEEDRUN_SOURCE_DIR "/data/gpt2_vocab"}, {"max_seq_len", 64}, {"repeat", 4}}},
-                     {"train", {{"batch_tokens", 256}, {"reduction", "row_mean"}}},
-                     {"eval", {{"row_tokens", 64}, {"final_window_short", 24}, {"final_window_long", 48}}},
-                     {"schedule",
-                      {{"lr", {{"cooldown_steps", 12}, {"hold_steps", 2}}},
-                       {"momentum", {{"warmup_steps", 4}, {"cooldown_steps", 2}}},
-                       {"split_step", 11},
-                       {"stages", nullptr}}}});
+  nlohmann::json patch = {
+      {"model", config["model"]}, {"optim", config["optim"]}, {"fp8", config["fp8"]}, {"schedule", config["schedule"]}};
+  patch.merge_patch(
+      {{"model",
+        {{"vocab_size", kTestVocabulary},
+         {"vocab_padding", 16},
+         {"bigram_rows", 512},
+         {"bigram_sign_rows", 32},
+         {"dc_window", 12}}},
+       {"data",
+        {{"reader", "documents"}, {"vocabulary", SPEEDRUN_SOURCE_DIR "/data/gpt2_vocab"}, {"max_seq_len", 64}, {"repeat", 4}}},
+       {"train", {{"batch_tokens", 256}, {"reduction", "row_mean"}}},
+       {"eval", {{"row_tokens", 64}, {"final_window_short", 24}, {"final_window_long", 48}}},
+       {"schedule",
+        {{"lr", {{"cooldown_steps", 12}, {"hold_steps", 2}}},
+         {"momentum", {{"warmup_steps", 4}, {"cooldown_steps", 2}}},
+         {"split_step", 11},
+         {"stages", nullptr}}}});
   const int steps[] = {8, 6, 4, 2};
   for (int i = 0; i < 4; ++i) {
     nlohmann::json stage = config["schedule"]["stages"][std::to_string(i)];

@@ -403,6 +403,7 @@ int Trainer::finish() {
 }
 
 void Trainer::write_gradients() {
+  if (engine_->wants_prefix_table()) engine_->set_prefix_table(prefix_table_of(config_));
   reader_->next(step_shape(config_, 0), 0, 1, rows_);
   double loss = 0;
   const std::vector<StateEntry> gradients = engine_->gradients(rows_, &loss);

@@ -174,9 +174,10 @@ TEST_P(EveryTrack, TheMicroBatchDoesNotMatterBeyondRounding) {
   const auto runs = folder.path() / "runs";
   const int64_t whole = main_track() ? 512 : 256;
   for (const int64_t micro_batch : {int64_t{64}, int64_t{128}, whole})
-    train_config(config, {"run.name=" + std::to_string(micro_batch), "train.micro_batch_tokens=" + std::to_string(micro_batch), steps(8),
-                          // the one scaling that looks at a micro-batch alone is left out
-                          main_track() ? "fp8.mlp_up_scaling=fixed" : "train.log_every=1"});
+    train_config(config,
+                 {"run.name=" + std::to_string(micro_batch), "train.micro_batch_tokens=" + std::to_string(micro_batch), steps(8),
+                  // the one scaling that looks at a micro-batch alone is left out
+                  main_track() ? "fp8.mlp_up_scaling=fixed" : "train.log_every=1"});
   const std::vector<double> reference = train_losses(runs / std::to_string(whole));
   for (const char* name : {"64", "128"}) {
     const std::vector<double> losses = train_losses(runs / name);
@@ -185,6 +186,22 @@ TEST_P(EveryTrack, TheMicroBatchDoesNotMatterBeyondRounding) {
       EXPECT_NEAR(losses[i], reference[i], GetParam().cuda ? 2e-2 : (main_track() ? 2e-3 : 2e-4)) << name << " step " << i;
     EXPECT_NEAR(losses[0], reference[0], GetParam().cuda ? 5e-4 : 1e-6);
   }
+}
+
+TEST_P(EveryTrack, WarmUpLeavesNoTrace) {
+  TestFolder folder;
+  const Config config = load_config(write_test_config(folder.path(), patch()));
+  const auto device = GetParam().cuda ? make_cuda_device(0) : make_cpu_device(2);
+  const auto state_after = [&](int warm_ups_before_the_weights) {
+    auto engine = make_engine(config, *device,
+                              {.micro_batch_tokens = 256, .evaluation_row_tokens = eval_row_tokens(config), .training = true});
+    for (int i = 0; i < warm_ups_before_the_weights; ++i) engine->warm_up();
+    engine->initialize(3);
+    std::vector<std::pair<std::string, std::vector<std::byte>>> state;
+    for (const StateEntry& entry : engine->state()) state.emplace_back(entry.name, entry.read());
+    return state;
+  };
+  EXPECT_EQ(state_after(0), state_after(1)) << "parameters, optimizer state, summed gradients and FP8 scales, to the bit";
 }
 
 INSTANTIATE_TEST_SUITE_P(Trainer, EveryTrack,

@@ -10,58 +10,13 @@
 #include <regex>
 
 #include "src/core/random.h"
+#include "src/model/every_feature_test.h"
 #include "src/model/parameter_table.h"
 
 namespace speedrun {
 namespace {
 
 constexpr int64_t kRow = 12, kTokens = 24;
-
-Config tiny() {
-  Config config;
-  Config::Model& model = config.model;
-  model.architecture = Architecture::main_track;
-  model.vocab_size = 37;
-  model.vocab_padding = 8;
-  model.num_layers = 6;
-  model.width = 16;
-  model.num_heads = 2;
-  model.mlp_hidden = 24;
-  model.norm = NormKind::rmsnorm;
-  model.norm_gain = false;
-  model.norm_eps = 0x1p-23;
-  model.positions = PositionKind::rotary;
-  model.activation = ActivationKind::relu2;
-  model.bias = false;
-  model.tied_head = false;
-  model.softcap = SoftcapKind::sigmoid;
-  model.init = InitKind::zero_projections;
-  model.smear = true;
-  model.smear_channels = 5;
-  model.bigram_rows = 41;
-  model.bigram_sign_rows = 7;
-  model.value_gate_channels = 3;
-  model.x0_injection = true;
-  model.residual_lambdas = true;
-  model.weight_lambdas = true;
-  model.mudd_gates = true;
-  model.mudd_gate_split = 3;
-  model.mudd = true;
-  model.mudd_early = 2;
-  model.mudd_late = 3;
-  model.gate_hidden = 8;
-  model.dc_window = 4;
-  model.tied_until_split = true;
-  const auto layer = [&](int index) -> Config::Model::Layer& { return model.layers[index]; };
-  layer(0) = {.window = WindowKind::short_window, .paired_heads = true};
-  layer(1) = {.window = WindowKind::short_window, .value_embedding = true, .xsa = true};
-  layer(2) = {.window = WindowKind::long_window, .key_offset = true, .xsa = true, .gate = true};
-  layer(3) = {.attention = false, .skip_from = 2};
-  layer(4) = {.window = WindowKind::short_window, .paired_heads = true, .value_embedding = true, .input_from = 3};
-  layer(5) = {
-      .window = WindowKind::long_window, .key_offset = true, .value_embedding = true, .gate = true, .dc = true, .input_from = 3};
-  return config;
-}
 
 std::vector<ModelStage> stages() {
   return {{.window_short = 4, .window_long = 6, .attention_scale = 0.7, .rotary_frequencies = {1.0, 0.03}, .prefix_loss = true}};
@@ -181,9 +136,9 @@ void check_gradients(const Config& config, bool tied, int directions) {
   }
 }
 
-TEST(MainTrack, EveryGradientAgreesWithFiniteDifferences) { check_gradients(tiny(), false, 4); }
+TEST(MainTrack, EveryGradientAgreesWithFiniteDifferences) { check_gradients(every_feature_config(), false, 4); }
 
-TEST(MainTrack, EveryGradientAgreesWhileHeadAndEmbeddingAreOne) { check_gradients(tiny(), true, 1); }
+TEST(MainTrack, EveryGradientAgreesWhileHeadAndEmbeddingAreOne) { check_gradients(every_feature_config(), true, 1); }
 
 struct Switch {
   const char* name;
@@ -193,7 +148,7 @@ struct Switch {
 class MainTrackSwitch : public ::testing::TestWithParam<Switch> {};
 
 TEST_P(MainTrackSwitch, OffIsSmallerAndItsGradientsAgree) {
-  Config config = tiny();
+  Config config = every_feature_config();
   const Instance<double> on(config);
   GetParam().off(config.model);
   const Instance<double> off(config);
@@ -239,19 +194,19 @@ INSTANTIATE_TEST_SUITE_P(Each, MainTrackSwitch, ::testing::ValuesIn(kSwitches),
 
 // Switches that add memory instead: each layer its own attention input, attention in every layer.
 TEST(MainTrack, GradientsAgreeWithOwnAttentionInputsAndAttentionEverywhere) {
-  Config config = tiny();
+  Config config = every_feature_config();
   for (auto& [l, layer] : config.model.layers) layer.input_from = -1;
   config.model.layers[3] = {.window = WindowKind::short_window};
   check_gradients(config, false, 1);
 }
 
 TEST(MainTrack, EvaluationWithoutGradientsGivesTheSameLosses) {
-  Instance<float> training(tiny(), true), inference(tiny(), false);
+  Instance<float> training(every_feature_config(), true), inference(every_feature_config(), false);
   EXPECT_EQ(training.evaluated(), inference.evaluated());
 }
 
 TEST(MainTrack, SplitFromATiedCopyIsTheSameModel) {
-  Instance<float> tied(tiny(), true, true), split(tiny(), true, false);
+  Instance<float> tied(every_feature_config(), true, true), split(every_feature_config(), true, false);
   split.parameters.write_master(*split.device, split.parameters.index("wte"),
                                 split.parameters.read_master(*split.device, split.parameters.index("head.weight")));
   EXPECT_EQ(tied.evaluated(), split.evaluated());
@@ -318,12 +273,12 @@ constexpr Fp8Choice kFp8Choices[] = {{&Config::Fp8::mlp_up, nullptr},
 
 // Each choice does something, and a choice of weight gradients nothing elsewhere.
 TEST(MainTrack, EveryFp8ChoiceMovesItsGradientsALittle) {
-  Fp8Step plain(tiny());
+  Fp8Step plain(every_feature_config());
   plain.run();
   for (const ScalingKind scaling : {ScalingKind::current, ScalingKind::delayed}) {
     for (const Fp8Choice& each : kFp8Choices) {
       SCOPED_TRACE("choice " + std::to_string(&each - kFp8Choices));
-      Config config = tiny();
+      Config config = every_feature_config();
       config.fp8.*each.choice = Precision::fp8;
       config.fp8.backward_scaling = scaling;
       Fp8Step fp8(config);
@@ -343,11 +298,11 @@ TEST(MainTrack, EveryFp8ChoiceMovesItsGradientsALittle) {
 }
 
 TEST(MainTrack, GradientsWithFp8EverywhereStayNear) {
-  Fp8Step plain(tiny());
+  Fp8Step plain(every_feature_config());
   plain.run();
   for (const ScalingKind scaling : {ScalingKind::current, ScalingKind::delayed}) {
     SCOPED_TRACE(scaling == ScalingKind::current ? "current" : "delayed");
-    Config config = tiny();
+    Config config = every_feature_config();
     for (const Fp8Choice& each : kFp8Choices) config.fp8.*each.choice = Precision::fp8;
     config.fp8.backward_scaling = scaling;
     config.fp8.warn_saturated = 0.5;
@@ -373,7 +328,7 @@ TEST(MainTrack, GradientsWithFp8EverywhereStayNear) {
 
 // What a checkpoint holds is all that a step depends on.
 TEST(MainTrack, DelayedScalesAreState) {
-  Config config = tiny();
+  Config config = every_feature_config();
   for (const Fp8Choice& each : kFp8Choices) config.fp8.*each.choice = Precision::fp8;
   config.fp8.backward_scaling = ScalingKind::delayed;
   Fp8Step first(config), second(config);

@@ -35,4 +35,13 @@ void round_stored(T* values, int64_t count, const HostExec& exec) {
   for (int64_t i = 0; i < count; ++i) values[i] = exec.store(values[i]);
 }
 
+// The same for `rows` rows of `columns`, on all threads.
+template <class T>
+void round_rows(T* values, int64_t rows, int64_t columns, const HostExec& exec) {
+  constexpr int64_t kRowsAtOnce = 16;
+  if (!exec.round_bf16) return;
+  parallel_ranges(exec, rows, kRowsAtOnce,
+                  [&](int64_t begin, int64_t end) { round_stored(values + begin * columns, (end - begin) * columns, exec); });
+}
+
 }  // namespace speedrun::kernels

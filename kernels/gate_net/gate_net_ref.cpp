@@ -150,8 +150,7 @@ void gate_net_backward(const GateNetBackward<T>& a, const HostExec& exec) {
                       .ldc = a.C,
                       .beta = a.accumulate ? T{1} : T{0}},
            exec);
-  parallel_ranges(exec, a.N, kRows,
-                  [&](int64_t begin, int64_t end) { round_stored(a.dinp + begin * a.C, (end - begin) * a.C, exec); });
+  round_rows(a.dinp, a.N, a.C, exec);
 }
 
 template void gate_net_forward(const GateNetForward<float>&, const HostExec&);

@@ -20,12 +20,6 @@ void start_rows(T* out, const T* bias, const T* residual, int64_t N, int64_t O, 
   });
 }
 
-template <class T>
-void round_rows(T* out, int64_t N, int64_t O, const HostExec& exec) {
-  if (!exec.round_bf16) return;
-  parallel_ranges(exec, N, kRows, [&](int64_t begin, int64_t end) { round_stored(out + begin * O, (end - begin) * O, exec); });
-}
-
 }  // namespace
 
 template <class T>

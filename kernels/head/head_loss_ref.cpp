@@ -170,12 +170,6 @@ void loss_chunk(const HeadLoss<T>& a, int64_t first, int64_t count, const HostEx
 }
 
 template <class T>
-void round_rows(T* rows, int64_t count, int64_t columns, const HostExec& exec) {
-  parallel_ranges(exec, count, kRows,
-                  [&](int64_t begin, int64_t end) { round_stored(rows + begin * columns, (end - begin) * columns, exec); });
-}
-
-template <class T>
 void logits_fp8(const HeadLoss<T>& a, const T* inp, int64_t count, const HostExec& exec) {
   const HeadFp8& fp8 = a.fp8;
   fp8_quantize(Fp8Quantize<T>{.out = fp8.inp8,

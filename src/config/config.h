@@ -95,6 +95,11 @@ struct Config {
     };
     std::map<int, Layer> layers;  // exceptions to the defaults, by layer index ("model.layers.2.window": "long")
 
+    // Settings of a layer: its exceptions, or the defaults.
+    Layer layer(int index) const {
+      const auto found = layers.find(index);
+      return found == layers.end() ? Layer{} : found->second;
+    }
     int head_size() const { return width / num_heads; }  // D
     int64_t padded_vocab_size() const { return (vocab_size + vocab_padding - 1) / vocab_padding * vocab_padding; }
     bool operator==(const Model&) const = default;

@@ -163,8 +163,7 @@ void check_main_track(const Check& check, const Config& config) {
     check.that(model.mudd_early < model.mudd_late && model.mudd_late < last,
                "model.mudd needs mudd_early < mudd_late < last layer; they are {}, {} and {}", model.mudd_early, model.mudd_late,
                last);
-    const auto found = model.layers.find(last);
-    check.that(found == model.layers.end() || found->second.attention,
+    check.that(model.layer(last).attention,
                "model.mudd mixes into the last layer's attention, but model.layers.{}.attention is false", last);
   }
   check.that(config.fp8.backward_scaling != ScalingKind::fixed,

@@ -86,15 +86,14 @@ std::vector<Acc<T>> Parameters<T>::read_master(Device& device, int index) {
 }
 
 template <class T>
-void Parameters<T>::write_master(Device& device, int index, const std::vector<Acc<T>>& master) {
+void Parameters<T>::write_master(Device& device, int index, const std::vector<Acc<T>>& master, const kernels::HostExec& exec) {
   const auto n = static_cast<size_t>(spec(index).count());
   require(master.size() == n, spec(index).name, ": ", master.size(), " values for ", n, " elements");
   if constexpr (std::is_same_v<T, bf16>) {
     const kernels::WeightRef<T> ref = weight(index);
     std::vector<bf16> values(n);
     std::vector<uint16_t> lows(n);
-    ThreadPool pool(0);
-    kernels::parallel_ranges({.pool = &pool}, static_cast<int64_t>(n), kDrawsAtOnce, [&](int64_t begin, int64_t end) {
+    kernels::parallel_ranges(exec, static_cast<int64_t>(n), kDrawsAtOnce, [&](int64_t begin, int64_t end) {
       for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
         kernels::split_master(master[i], ref.split, values[i], lows[i]);
     });
@@ -141,7 +140,7 @@ void Parameters<T>::initialize(Device& device, uint64_t seed) {
         }
       });
     }
-    write_master(device, p, master);
+    write_master(device, p, master, exec);
   }
 }
 

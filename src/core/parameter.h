@@ -83,7 +83,10 @@ class Parameters {
 
   // Master values (FP32, or FP64 for double) of one parameter, through the host; synchronous.
   std::vector<Acc<T>> read_master(Device& device, int index);
-  void write_master(Device& device, int index, const std::vector<Acc<T>>& master);
+  void write_master(Device& device, int index, const std::vector<Acc<T>>& master) {
+    ThreadPool pool(0);
+    write_master(device, index, master, {.pool = &pool});
+  }
   std::vector<Acc<T>> read_grad(Device& device, int index);
 
   // Draws every parameter from its row: value (seed, index of the parameter, index of the element) alone.
@@ -92,6 +95,8 @@ class Parameters {
   uint64_t hash(Device& device);  // of all values and masters
 
  private:
+  void write_master(Device& device, int index, const std::vector<Acc<T>>& master, const kernels::HostExec& exec);
+
   template <class U>
   U* name_or_null(U* buffer, const std::string& name) {
     const int i = index(name);

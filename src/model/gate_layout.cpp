@@ -14,12 +14,6 @@ int append(GateNetLayout& net, int columns, float value) {
   return first;
 }
 
-const Config::Model::Layer& layer_of(const Config::Model& model, int layer) {
-  static const Config::Model::Layer kPlain;
-  const auto found = model.layers.find(layer);
-  return found == model.layers.end() ? kPlain : found->second;
-}
-
 }  // namespace
 
 GateLayout gate_layout(const Config::Model& model) {
@@ -31,21 +25,21 @@ GateLayout gate_layout(const Config::Model& model) {
   const auto gates_of = [&](int layer) -> LayerGates& { return layout.layers[static_cast<size_t>(layer)]; };
   for (int l = 0; l <= last; ++l) {
     gates_of(l).post = l >= model.mudd_gate_split;
-    if (layer_of(model, l).xsa) gates_of(l).alpha = append(net_of(l), heads, 0);
+    if (model.layer(l).xsa) gates_of(l).alpha = append(net_of(l), heads, 0);
   }
   for (int l = 0; l <= last; ++l) {
-    if (layer_of(model, l).gate) gates_of(l).gate = append(net_of(l), heads, kAttentionGate);
+    if (model.layer(l).gate) gates_of(l).gate = append(net_of(l), heads, kAttentionGate);
   }
   for (int l = 0; l <= last; ++l) {
-    if (!layer_of(model, l).attention || (l == last && model.mudd)) continue;
+    if (!model.layer(l).attention || (l == last && model.mudd)) continue;
     if (model.x0_injection) gates_of(l).x0 = append(net_of(l), 1, 0);
     if (bigram) gates_of(l).bigram = append(net_of(l), 1, kBigramGate);
   }
   for (int l = 0; l <= last; ++l) {
-    if (layer_of(model, l).skip_from >= 0) gates_of(l).skip = append(net_of(l), 1, kSkipGate);
+    if (model.layer(l).skip_from >= 0) gates_of(l).skip = append(net_of(l), 1, kSkipGate);
   }
   for (int l = 0; l <= last; ++l) {
-    if (!layer_of(model, l).dc) continue;
+    if (!model.layer(l).dc) continue;
     gates_of(l).w1 = append(net_of(l), heads, 1);
     gates_of(l).w2 = append(net_of(l), heads, 0);
   }

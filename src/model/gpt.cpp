@@ -35,9 +35,8 @@ Gpt<T>::Gpt(const Config& config, const ModelShape& shape, std::vector<ModelStag
     : Model<T>(config, shape, std::move(stages), device, parameters), vocabulary_(config.model.padded_vocab_size()) {
   blocks_.resize(static_cast<size_t>(config_.num_layers));
   for (size_t l = 0; l < blocks_.size(); ++l) {
-    const auto settings = config_.layers.find(static_cast<int>(l));
     blocks_[l] = Block{};
-    blocks_[l].window = settings == config_.layers.end() ? WindowKind::full : settings->second.window;
+    blocks_[l].window = config_.layer(static_cast<int>(l)).window;
   }
 }
 
@@ -403,17 +402,7 @@ void Gpt<T>::backward_block(Block& block) {
 template <class T>
 std::vector<float> Gpt<T>::logits_at(int64_t position) {
   forward();
-  kernels::head_logits(kernels::HeadLogits<T>{.logits = logits_,
-                                              .inp = norm_out_ + position * config_.width,
-                                              .weight = head_weight_,
-                                              .bias = head_bias_,
-                                              .N = 1,
-                                              .C = config_.width,
-                                              .V = static_cast<int>(vocabulary_),
-                                              .softcap = softcap_of(config_.softcap),
-                                              .softcap_value = config_.softcap_value},
-                       exec());
-  return this->read_row(logits_, vocabulary_);
+  return this->read_logits(logits_, norm_out_ + position * config_.width, head_weight_, head_bias_);
 }
 
 template class Gpt<float>;

@@ -34,7 +34,7 @@ MainTrack<T>::MainTrack(const Config& config, const ModelShape& shape, std::vect
   layers_.resize(static_cast<size_t>(config_.num_layers));
   for (Layer& layer : layers_) {
     layer.index = static_cast<int>(&layer - layers_.data());
-    layer.on = layer_settings(layer.index);
+    layer.on = config_.layer(layer.index);
     layer.gates = gates_.layers[static_cast<size_t>(layer.index)];
     layer.mudd = config_.mudd && layer.index == config_.num_layers - 1;
     if (layer.on.value_embedding && first_value_layer_ < 0) first_value_layer_ = layer.index;
@@ -45,12 +45,6 @@ MainTrack<T>::MainTrack(const Config& config, const ModelShape& shape, std::vect
       shared_from_ = layer.on.input_from;
     }
   }
-}
-
-template <class T>
-Config::Model::Layer MainTrack<T>::layer_settings(int layer) const {
-  const auto found = config_.layers.find(layer);
-  return found == config_.layers.end() ? Config::Model::Layer{} : found->second;
 }
 
 // Is the stream after this layer read by more than the next layer?
@@ -354,12 +348,14 @@ const Acc<T>* MainTrack<T>::frequencies() const {
 }
 
 template <class T>
+kernels::ScaledWeights<T> MainTrack<T>::scaled_weights() const {
+  return {.items = scaled_items_, .scratch = scaled_scratch_, .num_items = static_cast<int>(scaled_host_.size())};
+}
+
+template <class T>
 void MainTrack<T>::derive_weights() {
   if (scaled_host_.empty()) return;
-  kernels::scaled_weights_forward(
-      kernels::ScaledWeights<T>{
-          .items = scaled_items_, .scratch = scaled_scratch_, .num_items = static_cast<int>(scaled_host_.size())},
-      exec());
+  kernels::scaled_weights_forward(scaled_weights(), exec());
 }
 
 template <class T>
@@ -475,17 +471,7 @@ void MainTrack<T>::forward_backward(const Acc<T>* grad_scale, const kernels::Los
 template <class T>
 std::vector<float> MainTrack<T>::logits_at(int64_t position) {
   forward(false);
-  kernels::head_logits(kernels::HeadLogits<T>{.logits = logits_,
-                                              .inp = norm_out_ + position * config_.width,
-                                              .weight = head_weight_,
-                                              .bias = nullptr,
-                                              .N = 1,
-                                              .C = config_.width,
-                                              .V = static_cast<int>(vocabulary_),
-                                              .softcap = softcap_of(config_.softcap),
-                                              .softcap_value = config_.softcap_value},
-                       exec());
-  return this->read_row(logits_, vocabulary_);
+  return this->read_logits(logits_, norm_out_ + position * config_.width, head_weight_, nullptr);
 }
 
 template class MainTrack<float>;

@@ -123,9 +123,9 @@ class MainTrack : public Model<T> {
   void bind_parameters();
   void bind_net(GateNet& net, bool learned_scale);
   void prepare_weights();
+  kernels::ScaledWeights<T> scaled_weights() const;
   void prepare_fp8();
   void write_initial_scales();
-  Config::Model::Layer layer_settings(int layer) const;
   bool is_snapshot(int layer) const;
 
   // main_track_forward.cpp
@@ -182,6 +182,10 @@ class MainTrack : public Model<T> {
   kernels::Relu2MlpBackwardFp8 mlp_backward_fp8(const Layer& layer) const;
   kernels::ProjectionFp8 qkv_fp8(const Layer& layer) const;
   kernels::ProjectionFp8 out_fp8(const Layer& layer) const;
+  // Of a projection whose input and output gradient are quantised for those of its three products that are in FP8.
+  kernels::ProjectionFp8 projection_fp8(Precision forward, Precision grad_inp, Precision grad_weight, const e4m3* weight8,
+                                        const e4m3* weight8_t, const kernels::Fp8Scale* weight_scale, kernels::Fp8Scale* inp_scale,
+                                        kernels::Fp8Scale* dout_scale) const;
   template <class Fp8>
   kernels::Fp8Copies<Fp8> copies(Fp8* codes, Fp8* codes_t, kernels::Fp8Scale* scale) const;
   bool backward_delayed() const;
@@ -250,8 +254,8 @@ class MainTrack : public Model<T> {
   e5m2 *dout8_ = nullptr, *dout8_t_ = nullptr, *dpre8_ = nullptr, *dpre8_t_ = nullptr;
 
   // Backward.
-  GradSlot dstream_, dx0_, dbigram_, dc0_, dearly_, dlate_, dlast_, dvalue0_;  // dlast_: of the last layer's input
-  std::vector<std::pair<int, GradSlot*>> snapshot_slots_;                      // by layer
+  GradSlot dstream_, dx0_, dbigram_, dc0_, dlast_, dvalue0_;  // dlast_: of the last layer's input
+  std::vector<std::pair<int, GradSlot*>> snapshot_slots_;     // by layer
   std::vector<GradSlot> other_slots_;
   GradSlot no_slot_;                   // without gradients
   GradSlot dbranch_, dnorm_, dvalue_;  // (N, C) inside a branch

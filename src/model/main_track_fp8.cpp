@@ -205,27 +205,30 @@ kernels::Relu2MlpBackwardFp8 MainTrack<T>::mlp_backward_fp8(const Layer& layer) 
 }
 
 template <class T>
+kernels::ProjectionFp8 MainTrack<T>::projection_fp8(Precision forward, Precision grad_inp, Precision grad_weight,
+                                                    const e4m3* weight8, const e4m3* weight8_t, const Fp8Scale* weight_scale,
+                                                    Fp8Scale* inp_scale, Fp8Scale* dout_scale) const {
+  const bool inp = on(grad_inp), weight = on(grad_weight);
+  if (!on(forward) && !inp && !weight) return {};
+  return {.weight8 = weight8,
+          .weight8_t = weight8_t,
+          .weight_scale = weight_scale,
+          .inp = copies(on(forward) ? inp8_ : nullptr, weight ? inp8_t_ : nullptr, inp_scale),
+          .dout = copies(inp ? dout8_ : nullptr, weight ? dout8_t_ : nullptr, dout_scale)};
+}
+
+template <class T>
 kernels::ProjectionFp8 MainTrack<T>::qkv_fp8(const Layer& layer) const {
-  const bool forward = on(fp8_.qkv), inp = on(fp8_.qkv_grad_inp), weight = on(fp8_.qkv_grad_weight);
-  if (!forward && !inp && !weight) return {};
   const int l = layer.index;
-  return {.weight8 = layer.qkv8,
-          .weight8_t = layer.qkv8_t,
-          .weight_scale = scales_.qkv_weight + l,
-          .inp = copies(forward ? inp8_ : nullptr, weight ? inp8_t_ : nullptr, scales_.qkv_inp + l),
-          .dout = copies(inp ? dout8_ : nullptr, weight ? dout8_t_ : nullptr, scales_.qkv_dout + l)};
+  return projection_fp8(fp8_.qkv, fp8_.qkv_grad_inp, fp8_.qkv_grad_weight, layer.qkv8, layer.qkv8_t, scales_.qkv_weight + l,
+                        scales_.qkv_inp + l, scales_.qkv_dout + l);
 }
 
 template <class T>
 kernels::ProjectionFp8 MainTrack<T>::out_fp8(const Layer& layer) const {
-  const bool forward = on(fp8_.out), inp = on(fp8_.out_grad_inp), weight = on(fp8_.out_grad_weight);
-  if (!forward && !inp && !weight) return {};
   const int l = layer.index;
-  return {.weight8 = layer.out8,
-          .weight8_t = layer.out8_t,
-          .weight_scale = scales_.out_weight + l,
-          .inp = copies(forward ? inp8_ : nullptr, weight ? inp8_t_ : nullptr, scales_.out_inp + l),
-          .dout = copies(inp ? dout8_ : nullptr, weight ? dout8_t_ : nullptr, scales_.out_dout + l)};
+  return projection_fp8(fp8_.out, fp8_.out_grad_inp, fp8_.out_grad_weight, layer.out8, layer.out8_t, scales_.out_weight + l,
+                        scales_.out_inp + l, scales_.out_dout + l);
 }
 
 template <class T>
@@ -278,12 +281,7 @@ void MainTrack<T>::begin_step(bool exact) {
 
 template <class T>
 void MainTrack<T>::end_step(kernels::StepVerdict* verdict) {
-  if (!scaled_host_.empty()) {
-    kernels::scaled_weights_backward(
-        kernels::ScaledWeights<T>{
-            .items = scaled_items_, .scratch = scaled_scratch_, .num_items = static_cast<int>(scaled_host_.size())},
-        exec());
-  }
+  if (!scaled_host_.empty()) kernels::scaled_weights_backward(scaled_weights(), exec());
   if (scale_buffer_ == nullptr || fp8_.force_unit_scales) return;
   const auto next = [&](Fp8Scale* scales, int count, bool forget_zeros) {
     kernels::fp8_next_scales(

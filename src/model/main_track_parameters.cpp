@@ -83,8 +83,7 @@ std::vector<ParameterSpec> main_track_parameters(const Config::Model& model, con
 
   for (int l = 0; l < model.num_layers; ++l) {
     const std::string name = fmt::format("h.{}.", l);
-    const auto found = model.layers.find(l);
-    const Config::Model::Layer layer = found == model.layers.end() ? Config::Model::Layer{} : found->second;
+    const Config::Model::Layer layer = model.layer(l);
     if (layer.attention) {
       // Neighbours in memory: the products see one (3C, C) matrix. Muon works on Q and K in pairs of heads.
       ParameterSpec& qk = table.add(name + "attn.qk.weight", {2 * C, C}, ParameterGroup::matrix, optim.matrix);

@@ -20,9 +20,20 @@ kernels::Softcap softcap_of(SoftcapKind kind) {
 }
 
 template <class T>
-std::vector<float> Model<T>::read_row(const T* row, int64_t count) {
-  std::vector<T> raw(static_cast<size_t>(count));
-  device_.copy_out(raw.data(), row, raw.size() * sizeof(T));
+std::vector<float> Model<T>::read_logits(T* logits, const T* inp, const T* weight, const T* bias) {
+  const int64_t V = config_.padded_vocab_size();
+  kernels::head_logits(kernels::HeadLogits<T>{.logits = logits,
+                                              .inp = inp,
+                                              .weight = weight,
+                                              .bias = bias,
+                                              .N = 1,
+                                              .C = config_.width,
+                                              .V = static_cast<int>(V),
+                                              .softcap = softcap_of(config_.softcap),
+                                              .softcap_value = config_.softcap_value},
+                       exec());
+  std::vector<T> raw(static_cast<size_t>(V));
+  device_.copy_out(raw.data(), logits, raw.size() * sizeof(T));
   device_.synchronize();
   std::vector<float> values(raw.size());
   std::transform(raw.begin(), raw.end(), values.begin(), [](T value) { return static_cast<float>(value); });

@@ -96,8 +96,8 @@ class Model {
 
   const kernels::Exec<T>& exec() const { return device_.template exec<T>(); }
   const ModelStage& stage() const { return stages_[static_cast<size_t>(pass_.stage)]; }
-  // `count` values of device memory as floats on the host; synchronous.
-  std::vector<float> read_row(const T* row, int64_t count);
+  // Capped logits (V) of one token from the final norm's output, through `logits`, on the host; synchronous. bias may be null.
+  std::vector<float> read_logits(T* logits, const T* inp, const T* weight, const T* bias);
 
   Config::Model config_;
   Config::Fp8 fp8_;

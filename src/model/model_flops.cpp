@@ -3,14 +3,6 @@
 #include <algorithm>
 
 namespace speedrun {
-namespace {
-
-Config::Model::Layer layer_of(const Config::Model& model, int layer) {
-  const auto found = model.layers.find(layer);
-  return found == model.layers.end() ? Config::Model::Layer{} : found->second;
-}
-
-}  // namespace
 
 double mean_attended(const int32_t* doc_start, int64_t n, int64_t window) {
   double keys = 0;
@@ -28,7 +20,7 @@ std::vector<double> attended_keys(const Config::Model& model, const std::vector<
   const auto rows = static_cast<int64_t>(doc_start.size()) / row_tokens;
   std::vector<double> attended(static_cast<size_t>(model.num_layers), 0.0);
   for (int l = 0; l < model.num_layers; ++l) {
-    const Config::Model::Layer layer = layer_of(model, l);
+    const Config::Model::Layer layer = model.layer(l);
     if (!layer.attention) continue;
     int64_t window = 0;
     if (layer.window == WindowKind::short_window) window = window_short;
@@ -46,7 +38,7 @@ double flops_per_token(const Config::Model& model, const std::vector<double>& at
   const double C = model.width, F = model.mlp_hidden, V = static_cast<double>(model.padded_vocab_size());
   double weights = model.num_layers * 2 * C * F + V * C;
   for (int l = 0; l < model.num_layers; ++l) {
-    if (layer_of(model, l).attention) weights += 4 * C * C;
+    if (model.layer(l).attention) weights += 4 * C * C;
   }
   double flops = 6 * weights;
   for (const double keys : attended) flops += 12 * C * keys;

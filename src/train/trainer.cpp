@@ -48,11 +48,6 @@ int64_t tokens_between(const Config& config, int first, int end) {
   return tokens;
 }
 
-std::vector<int32_t> prefix_table_of(const Config& config) {
-  const Gpt2Tokenizer tokenizer(config.data.vocabulary, config.model.vocab_size);
-  return prefix_table(tokenizer, config.model.padded_vocab_size());
-}
-
 class Trainer {
  public:
   Trainer(const TrainOptions& options, Log& log) : options_(options), config_(options.config), log_(log) {}
@@ -64,6 +59,7 @@ class Trainer {
   void build_engine();
   void start_or_resume();
   void check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint);
+  void set_prefix_table();
   void loop();  // to the last step, the target, a signal or a failure
   void submit(int step);
   void take(const StepResult& result);
@@ -330,12 +326,18 @@ void Trainer::save(int completed) {
   log_.line(fmt::format("checkpoint {}", path.string()));
 }
 
+// Where the loss has a prefix term.
+void Trainer::set_prefix_table() {
+  if (!engine_->wants_prefix_table()) return;
+  const Gpt2Tokenizer tokenizer(config_.data.vocabulary, config_.model.vocab_size);
+  engine_->set_prefix_table(prefix_table(tokenizer, config_.model.padded_vocab_size()));
+}
+
 void Trainer::loop() {
   if (StopSignal::received() != 0) return;
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
-  if (engine_->wants_prefix_table())
-    engine_->set_prefix_table(prefix_table_of(config_));  // the clock runs: it is part of the training
+  set_prefix_table();  // the clock runs: it is part of the training
   speed_clock_ = clock_.seconds(Phase::training);
   speed_tokens_ = tokens_done_;
   for (int step = first_step_; step < steps_; ++step) {
@@ -403,7 +405,7 @@ int Trainer::finish() {
 }
 
 void Trainer::write_gradients() {
-  if (engine_->wants_prefix_table()) engine_->set_prefix_table(prefix_table_of(config_));
+  set_prefix_table();
   reader_->next(step_shape(config_, 0), 0, 1, rows_);
   double loss = 0;
   const std::vector<StateEntry> gradients = engine_->gradients(rows_, &loss);

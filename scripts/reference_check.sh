@@ -1,55 +1,105 @@
 #!/usr/bin/env bash
-# The Main Track's model beside the code of the public record #89 itself: gradients of one batch, then a loss curve across a change of
-# stage, from the same weights on the same batches. On one GPU in some minutes; needs PyTorch and a checkout of
+# The Main Track's model beside the code of the public record #89 itself: loss curves through all stages, a validation and gradients of
+# single batches, from the same weights on the same batches. On one GPU in some ten minutes; needs PyTorch and a checkout of
 # KellerJordan/modded-nanogpt.
-#   scripts/reference_check.sh --source DIR --train PATTERN [--runs DIR] [--steps 15] [-- --set KEY=VALUE …]
-# Gradients: the record's formulas in FP32 are the truth, the record's code in BF16 is the measure; ours may be 1.5 times as far away.
-# Losses: FP8 on, --steps steps of the first stage and as many of the second, the record's code twice for its own spread.
+#   scripts/reference_check.sh --source DIR --train PATTERN --val PATTERN [--runs DIR] [--warm "15 30"] [--batches 2]
+#     [--part all|losses|eval|grads] [-- --set KEY=VALUE …]
+# Weights: the record's after so many warm steps each (a fresh optimizer follows them).
+# Losses: 28 steps with FP8 through all four stages and the split of head and embedding, the record's code three times for its own
+# spread: as it is (its atomics differ), and twice from weights moved by a rounding to BF16.
+# Validation: 131,072 tokens, BF16.
+# Gradients: the record's formulas in FP32 are the truth, the record's code in BF16 is the measure; ours may be 1.5 times as far away, as
+# root mean squares over the weights and the first batch of so many shards, and once a batch of the largest stage.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-source='' train='' runs=runs/reference_check steps=15
+source='' train='' val='' runs=runs/reference_check warm='15 30' batches=2 part=all
 while (($#)); do
   case $1 in
     --source) source=${2:?--source needs a folder} ;;
     --train) train=${2:?--train needs a pattern} ;;
+    --val) val=${2:?--val needs a pattern} ;;
     --runs) runs=${2:?--runs needs a folder} ;;
-    --steps) steps=${2:?--steps needs a number} ;;
+    --warm) warm=${2:?--warm needs numbers} ;;
+    --batches) batches=${2:?--batches needs a number} ;;
+    --part) part=${2:?--part needs all, losses, eval or grads} ;;
     --) shift && break ;;
-    *) die "unknown argument '$1' (expected --source, --train, --runs, --steps or --)" ;;
+    *) die "unknown argument '$1' (expected --source, --train, --val, --runs, --warm, --batches, --part or --)" ;;
   esac
   shift 2
 done
-[[ -n $source && -n $train ]] || die "--source and --train are needed: a checkout of modded-nanogpt, a pattern of token shards"
+[[ -n $source && -n $train && -n $val ]] || die "--source, --train and --val are needed: a checkout of modded-nanogpt, patterns of shards"
+[[ $part =~ ^(all|losses|eval|grads)$ ]] || die "--part $part: expected all, losses, eval or grads"
 binary=${SPEEDRUN:-$ROOT/build/speedrun}
 [[ -x $binary ]] || die "$binary: not built; run scripts/test.sh or set SPEEDRUN"
 mkdir -p "$runs"
 runs=$(cd "$runs" && pwd)
 oracle=$ROOT/scripts/torch_oracle
 
-config=(--set "data.train=$train" --set "data.val=$train" --set "run.dir=$runs" --set eval.every=0 --set eval.at_start=false
-  --set eval.tokens=2048 --set eval.row_tokens=2048 --set checkpoint.every=0 --set checkpoint.at_end=false
-  --set "schedule.stages.0.steps=$steps" --set "schedule.stages.1.steps=$steps"
-  --set schedule.stages.2.steps=0 --set schedule.stages.3.steps=0 --set schedule.split_step=0
-  --set schedule.lr.cooldown_steps=1 --set schedule.lr.hold_steps=0
-  --set "schedule.momentum.warmup_steps=$steps" --set schedule.momentum.cooldown_steps=5 "$@")
+warm_steps=($warm)
+longest=${warm_steps[-1]}
+
+common=(--set "data.train=$train" --set "data.val=$val" --set "run.dir=$runs" --set eval.every=0
+  --set eval.tokens=131072 --set eval.row_tokens=65536 --set checkpoint.every=0 --set checkpoint.at_end=false
+  --set schedule.lr.cooldown_steps=8 --set schedule.momentum.warmup_steps=8 --set schedule.momentum.cooldown_steps=4 "$@")
 bf16=(--set fp8.mlp_up=bf16 --set fp8.mlp_down=bf16 --set fp8.head=bf16)
-"$binary" train "$ROOT/configs/main_track.json" "${config[@]}" --print-config >"$runs/fp8.json"
-"$binary" train "$ROOT/configs/main_track.json" "${config[@]}" "${bf16[@]}" --print-config >"$runs/bf16.json"
+resolve() { # NAME STEPS_OF_STAGE_0 … STEPS_OF_STAGE_3 SPLIT_STEP ARGS…
+  local name=$1 stages=() i
+  for i in 0 1 2 3; do stages+=(--set "schedule.stages.$i.steps=${*:i+2:1}"); done
+  "$binary" train "$ROOT/configs/main_track.json" "${common[@]}" "${stages[@]}" --set "schedule.lr.hold_steps=$5" \
+    --set "schedule.split_step=$6" "${@:7}" --print-config >"$runs/$name.json"
+}
+resolve warm "$longest" 12 0 0 0
+resolve losses 8 8 8 4 17 --set eval.at_start=false
+resolve eval 12 0 0 0 0 "${bf16[@]}"
+resolve grads 12 0 0 0 0 "${bf16[@]}"
+# The first stage with the batch and the windows of the third.
+resolve large 12 0 0 0 0 "${bf16[@]}" --set schedule.stages.0.batch_tokens=393216 --set schedule.stages.0.max_seq_len=2048 \
+  --set schedule.stages.0.window_short=640 --set schedule.stages.0.window_long=1408 --set schedule.stages.0.mtp_start=[1] \
+  --set schedule.stages.0.mtp_end=[1] --set schedule.stages.0.prefix_start=0 --set schedule.stages.0.prefix_end=0
 
 record() { # MODE CONFIG ARGS…
   python3 "$oracle/reference.py" "$1" "$runs/$2" --source "$source" "${@:3}"
 }
-record export fp8.json --start-out "$runs/start.safetensors" --warm-steps "$steps" --out "$runs/warm.safetensors"
+ours() { # CONFIG WEIGHTS ARGS…
+  "$binary" train "$runs/$1" --set "train.init_weights=$2" "${@:3}"
+}
+[[ -f $runs/warm$longest.safetensors ]] || record export warm.json --warm-steps "${warm_steps[@]}" --out "$runs/warm{}.safetensors"
+weights=$runs/warm$longest.safetensors
 
-record train fp8.json --weights "$runs/start.safetensors" --steps $((2 * steps)) --runs 2 --out "$runs/record.jsonl"
-rm -rf "$runs/ours"
-"$binary" train "$runs/fp8.json" --set "train.init_weights=$runs/start.safetensors" --set run.name=ours | tail -4
-python3 "$oracle/compare.py" losses --ours "$runs/ours/metrics.jsonl" --torch "$runs/record.jsonl" --again "$runs/record.2.jsonl" \
-  --csv "$runs/losses.csv"
-
-record grads bf16.json --weights "$runs/warm.safetensors" --fp32 --out "$runs/truth.safetensors"
-record grads bf16.json --weights "$runs/warm.safetensors" --sum-fp32 --out "$runs/record_bf16.safetensors"
-"$binary" train "$runs/bf16.json" --set "train.init_weights=$runs/warm.safetensors" --dump-grads "$runs/ours.safetensors" | tail -1
-echo
-python3 "$oracle/compare.py" grads --ours "$runs/ours.safetensors" --bf16 "$runs/record_bf16.safetensors" --oracle "$runs/truth.safetensors"
+failed=0
+if [[ $part == all || $part == losses ]]; then
+  record train losses.json --weights "$weights" --steps 28 --runs 3 --nudge 2 --out "$runs/record.jsonl"
+  rm -rf "$runs/ours"
+  ours losses.json "$weights" --set run.name=ours | tail -4
+  python3 "$oracle/compare.py" losses --ours "$runs/ours/metrics.jsonl" --torch "$runs/record.jsonl" \
+    --again "$runs/record.2.jsonl" "$runs/record.3.jsonl" --csv "$runs/losses.csv" --within-spread || failed=1
+fi
+if [[ $part == all || $part == eval ]]; then
+  record eval eval.json --weights "$weights" --out "$runs/eval.jsonl" | tail -1
+  rm -rf "$runs/ours_eval"
+  ours eval.json "$weights" --set run.name=ours_eval | grep 'step 0/.*validation'
+fi
+if [[ $part == all || $part == grads ]]; then
+  gradients() { # CONFIG WEIGHTS SHARD NAME
+    record grads "$1" --data "$3" --weights "$2" --fp32 --out "$runs/truth.$4.safetensors" | grep loss
+    record grads "$1" --data "$3" --weights "$2" --sum-fp32 --out "$runs/record.$4.safetensors" | grep loss
+    ours "$1" "$2" --set "data.train=$3" --dump-grads "$runs/ours.$4.safetensors" | tail -1
+  }
+  compare() { # NAMES…
+    python3 "$oracle/compare.py" grads --ours "${@/#/$runs/ours.}" --bf16 "${@/#/$runs/record.}" --oracle "${@/#/$runs/truth.}" || failed=1
+  }
+  mapfile -t shards < <(printf '%s\n' $train | sort | head -n "$batches")
+  names=()
+  for steps in $warm; do
+    for shard in "${shards[@]}"; do
+      name=$steps.$(basename "$shard" .bin)
+      gradients grads.json "$runs/warm$steps.safetensors" "$shard" "$name"
+      names+=("$name.safetensors")
+    done
+  done
+  compare "${names[@]}"
+  gradients large.json "$weights" "${shards[0]}" large
+  compare large.safetensors
+fi
+exit $failed

@@ -2,12 +2,13 @@
 """Compares speedrun with the PyTorch oracle.
 
   compare.py grads  --ours OURS.safetensors --bf16 TORCH_BF16.safetensors --oracle TORCH_FP32.safetensors [--limit 1.5]
-      relative error of every parameter's gradient against the FP32 oracle, ours and PyTorch's, and their ratio; fails above the limit
+      relative error of every parameter's gradient against the FP32 oracle, ours and PyTorch's, and their ratio; fails above the limit.
+      Several files each (the same number, in the same order): root mean squares over them
   compare.py grads  --ours OURS.safetensors --oracle TORCH.safetensors [--max-error 1e-4]
       relative error alone
   compare.py losses --ours metrics.jsonl --torch losses.jsonl [--max-mean 0.005] [--max-abs 1e-4] [--plot FILE.png] [--csv FILE.csv]
-      two loss curves, step by step; fails above a limit that is given; with --again LOSSES.jsonl beside it how far PyTorch's own runs
-      are apart
+      two loss curves, step by step; fails above a limit that is given; with --again MORE.jsonl … beside it how far each of PyTorch's own
+      runs is from the mean of the others, and ours from the mean of all; --within-spread fails where ours is further than any of them
 """
 
 import argparse
@@ -30,31 +31,41 @@ def relative_error(value, truth):
 
 
 def compare_grads(args):
-    ours, oracle = tensor_file.load(args.ours), tensor_file.load(args.oracle)
-    bf16 = tensor_file.load(args.bf16) if args.bf16 else None
-    missing = [name for name in oracle if name not in ours or (bf16 is not None and name not in bf16)]
-    if missing:
-        raise SystemExit(f"gradients missing in {args.ours} or {args.bf16}: {', '.join(missing)}")
-    print(f"{'parameter':28} {'norm':>11} {'ours':>11}" + (f" {'torch bf16':>11} {'ratio':>7}" if bf16 else ""))
-    limit = args.limit if bf16 else args.max_error
+    """Errors over several batches are root mean squares: in one batch a small error of PyTorch's is often luck."""
+    groups = list(zip(args.ours, args.oracle, args.bf16 or args.oracle, strict=True))
+    errors = {}  # name -> [(norm, ours, PyTorch's)] over the batches
+    for ours_path, oracle_path, bf16_path in groups:
+        ours, oracle = tensor_file.load(ours_path), tensor_file.load(oracle_path)
+        bf16 = tensor_file.load(bf16_path) if args.bf16 else oracle
+        missing = [name for name in oracle if name not in ours or name not in bf16]
+        if missing:
+            raise SystemExit(f"gradients missing in {ours_path} or {bf16_path}: {', '.join(missing)}")
+        for name, truth in oracle.items():
+            if ours[name].shape != truth.shape:
+                raise SystemExit(f"{ours_path}: {name} is {tuple(ours[name].shape)}, the oracle's is {tuple(truth.shape)}")
+            row = truth.norm().item(), relative_error(ours[name], truth), relative_error(bf16[name], truth)
+            errors.setdefault(name, []).append(row)
+    print(f"{'parameter':28} {'norm':>11} {'ours':>11}" + (f" {'torch bf16':>11} {'ratio':>7}  of each batch" if args.bf16 else ""))
+    limit = args.limit if args.bf16 else args.max_error
     failures, worst = [], 0.0
-    for name, truth in oracle.items():
-        if ours[name].shape != truth.shape:
-            raise SystemExit(f"{args.ours}: {name} is {tuple(ours[name].shape)}, the oracle's is {tuple(truth.shape)}")
-        our_error = measure = relative_error(ours[name], truth)
-        line = f"{name:28} {truth.norm().item():11.4e} {our_error:11.4e}"
-        if bf16:
-            torch_error = relative_error(bf16[name], truth)
-            measure = our_error / torch_error if torch_error > 0 else (0.0 if our_error == 0 else math.inf)
-            line += f" {torch_error:11.4e} {measure:7.3f}"
+    for name, rows in errors.items():
+        norm, our_error, torch_error = (math.sqrt(sum(x * x for x in column) / len(column)) for column in zip(*rows))
+        measure = ratio(our_error, torch_error) if args.bf16 else our_error
+        line = f"{name:28} {norm:11.4e} {our_error:11.4e}"
+        if args.bf16:
+            line += f" {torch_error:11.4e} {measure:7.3f}  " + " ".join(f"{ratio(o, t):5.2f}" for _, o, t in rows)
         worst = max(worst, measure)
         if not measure <= limit:
             failures.append(name)
             line += "  <-- above the limit"
         print(line)
-    kind = "ratio" if bf16 else "error"
-    print(f"{len(oracle)} parameters, worst {kind} {worst:.3g}, limit {limit:g}: {f'{len(failures)} above it' if failures else 'all within it'}")
+    kind = "ratio" if args.bf16 else "error"
+    print(f"{len(errors)} parameters, worst {kind} {worst:.3g}, limit {limit:g}: {f'{len(failures)} above it' if failures else 'all within it'}")
     return not failures
+
+
+def ratio(ours, torchs):
+    return ours / torchs if torchs > 0 else (0.0 if ours == 0 else math.inf)
 
 
 def read_losses(path):
@@ -66,6 +77,11 @@ def read_losses(path):
             if row.get("loss") is not None:
                 losses[row["step"]] = row["loss"]
     return losses
+
+
+def distance(run, others, steps):
+    """Mean |difference| of a loss curve from the mean of others."""
+    return sum(abs(run[step] - sum(other[step] for other in others) / len(others)) for step in steps) / max(1, len(steps))
 
 
 def ascii_plot(curves, width=72, height=16):
@@ -97,11 +113,17 @@ def compare_losses(args):
     worst = max(range(len(steps)), key=lambda i: abs(differences[i]))
     print(f"{len(steps)} steps in both ({len(ours)} ours, {len(torch_)} of PyTorch)")
     print(f"mean difference {mean:+.6f}, mean |difference| {mean_abs:.6f}, largest {differences[worst]:+.6f} at step {steps[worst]}")
+    passed = True
     if args.again:
-        again = read_losses(args.again)
-        spread = [torch_[step] - again[step] for step in steps if step in again]
-        mean_spread, largest = sum(map(abs, spread)) / max(1, len(spread)), max(map(abs, spread), default=math.nan)
-        print(f"two runs of PyTorch: mean |difference| {mean_spread:.6f}, largest {largest:.6f}, {len(spread)} steps")
+        runs = [torch_, *map(read_losses, args.again)]
+        steps_of_all = [step for step in steps if all(step in run for run in runs)]
+        apart = [distance(run, runs[:i] + runs[i + 1 :], steps_of_all) for i, run in enumerate(runs)]
+        ours_apart = distance(ours, runs, steps_of_all)
+        print(f"{len(runs)} runs of PyTorch, {len(steps_of_all)} steps: mean |difference| of each from the mean of the others", end=" ")
+        print(", ".join(f"{x:.6f}" for x in apart) + f"; ours from the mean of all {ours_apart:.6f}")
+        if args.within_spread:
+            passed = ours_apart <= max(apart)
+            print(f"ours is {'within' if passed else 'OUTSIDE'} the spread of PyTorch's own runs")
     print(f"last step {steps[-1]}: ours {ours[steps[-1]]:.6f}, PyTorch {torch_[steps[-1]]:.6f}")
     ascii_plot({"o": {s: ours[s] for s in steps}, "t": {s: torch_[s] for s in steps}})
     if args.csv:
@@ -111,7 +133,6 @@ def compare_losses(args):
             writer.writerows([step, ours[step], torch_[step], ours[step] - torch_[step]] for step in steps)
     if args.plot:
         plot_losses(args.plot, args.title, steps, ours, torch_, differences)
-    passed = True
     for name, limit, value in (("mean |difference|", args.max_mean, mean_abs), ("largest |difference|", args.max_abs, abs(differences[worst]))):
         if limit is not None:
             passed &= value <= limit
@@ -143,15 +164,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
     grads = modes.add_parser("grads")
-    grads.add_argument("--ours", required=True)
-    grads.add_argument("--bf16", help="PyTorch's own BF16 gradients, whose error ours is measured by")
-    grads.add_argument("--oracle", required=True)
+    grads.add_argument("--ours", nargs="+", required=True)
+    grads.add_argument("--bf16", nargs="+", help="PyTorch's own BF16 gradients, whose error ours is measured by")
+    grads.add_argument("--oracle", nargs="+", required=True)
     grads.add_argument("--limit", type=float, default=1.5, help="with --bf16: largest allowed ratio")
     grads.add_argument("--max-error", type=float, default=1e-4, help="without: largest allowed relative error")
     losses = modes.add_parser("losses")
     losses.add_argument("--ours", required=True)
     losses.add_argument("--torch", required=True)
-    losses.add_argument("--again", help="a second run of PyTorch's, for its spread")
+    losses.add_argument("--again", nargs="+", help="more runs of PyTorch's, for its spread")
+    losses.add_argument("--within-spread", action="store_true", help="with --again: fail where ours is further away than any of them")
     losses.add_argument("--offset", type=int, default=0, help="added to our step numbers")
     losses.add_argument("--max-mean", type=float, help="largest allowed mean |difference|")
     losses.add_argument("--max-abs", type=float, help="largest allowed |difference|")
@@ -159,6 +181,8 @@ def main():
     losses.add_argument("--csv", help="CSV to write")
     losses.add_argument("--title", default="same initial weights, same batches")
     args = parser.parse_args()
+    if args.mode == "grads" and len({len(args.ours), len(args.oracle), len(args.bf16 or args.oracle)}) != 1:
+        parser.error("--ours, --bf16 and --oracle need the same number of files")
     if not (compare_grads if args.mode == "grads" else compare_losses)(args):
         sys.exit(1)
 

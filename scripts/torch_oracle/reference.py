@@ -7,6 +7,7 @@ configuration, same initial weights, same batches.
   reference.py export resolved.json --source DIR --out init.safetensors                       its initial weights, for train.init_weights
   reference.py grads  resolved.json --source DIR --weights W.safetensors --out grads.safetensors [--fp32]     of the first step's batch
   reference.py train  resolved.json --source DIR --weights W.safetensors --steps 30 --out losses.jsonl [--runs 2]
+  reference.py eval   resolved.json --source DIR --weights W.safetensors --out loss.jsonl       validation loss, as before the first step
 
 Model, optimizer, schedule, FP8 refresh and loader are the reference's; stages, sizes, data and FP8 on or off come from the
 configuration. It runs eagerly: rounded after every operation, where compiled code rounds less often. FlashAttention-3 is replaced by
@@ -14,7 +15,7 @@ PyTorch's attention with a mask. On a CPU, or with --fp32, its Triton and CUDA k
 
 At the start the MLP's down weights, the bigram table and some gates are zero, and with them many gradients: `export --warm-steps 10`
 trains some steps first, `export --perturb` adds noise to everything. Such weights are exact in BF16, every one of them, so that FP32
-and BF16 start from the same numbers.
+and BF16 start from the same numbers. `export --warm-steps 10 30 --out w{}.safetensors` writes the weights after 10 and after 30 steps.
 
 Losses are means in nats per token over the batch of a step; step s (from 0) is the loss before update s.
 """
@@ -42,7 +43,7 @@ ROWS = 8  # of a step, each a micro-batch
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["export", "grads", "train"])
+    parser.add_argument("mode", choices=["export", "grads", "train", "eval"])
     parser.add_argument("config", help="resolved configuration (JSON)")
     parser.add_argument("--source", required=True, help="checkout of KellerJordan/modded-nanogpt")
     parser.add_argument("--out", required=True, help="file to write")
@@ -50,7 +51,8 @@ def parse_arguments():
     parser.add_argument("--data", help="glob of train shards, instead of data.train")
     parser.add_argument("--steps", type=int, default=30, help="train: updates to make (default 30)")
     parser.add_argument("--runs", type=int, default=1, help="train: so many runs from the same weights, for the spread; FILE.2.jsonl …")
-    parser.add_argument("--warm-steps", type=int, default=0, help="export: updates to make first")
+    parser.add_argument("--nudge", type=int, default=0, help="train: that many runs, the last, start from weights moved by a rounding")
+    parser.add_argument("--warm-steps", type=int, nargs="+", default=[0], help="export: updates to make first; several need a {} in --out")
     parser.add_argument("--start-out", help="export: file for the weights before those steps, too")
     parser.add_argument("--perturb", action="store_true", help="export: noise on every weight, so that no gradient is zero")
     parser.add_argument("--seed", type=int, default=1337, help="of drawn weights and noise")
@@ -137,12 +139,31 @@ class Reference:
             after_row()
         return total.item() / tokens
 
+    @torch.no_grad()
+    def validate(self):
+        """Mean loss of eval.tokens tokens in rows of eval.row_tokens, with the windows of the first stage."""
+        module, config = self.module, self.config["eval"]
+        rows = config["row_tokens"]
+        module.args.val_batch_size = rows * module.grad_accum_steps
+        base = os.path.dirname(os.path.abspath(self.args.config))
+        loader = module.distributed_data_generator(
+            os.path.join(base, self.config["data"]["val"]), module.args.val_batch_size, -1, module.grad_accum_steps, align_to_bos=False
+        )
+        self.model.eval()
+        with self.training() as (manager, _):
+            manager.advance_schedule(0)
+            total = torch.zeros((), dtype=torch.float64, device=self.args.device)
+            for _ in range(config["tokens"] // rows):
+                inputs, targets, cum_seqlens, bigram_inputs, _ = next(loader)
+                total += self.model(inputs, targets, cum_seqlens, bigram_inputs, manager.get_forward_args()).double().sum()
+        return total.item() / (config["tokens"] // rows * rows)
+
     def update(self, manager, step):
         manager.step_optimizers(step)
         if self.fp8:
             self.model.quantize_mlp_fp8(bootstrap_down=step < self.config["fp8"]["down_weight_exact_steps"])
 
-    def train(self, steps, out=None):
+    def train(self, steps, out=None, after_step=lambda steps_made: None):
         total = self.module.training_schedule.total_steps
         if steps > total:
             raise SystemExit(f"{steps} steps wanted, the configuration's stages have {total}")
@@ -155,6 +176,7 @@ class Reference:
                 print(f"step {step:5d}  loss {loss:.6f}  {row['seconds'] * 1e3:.0f} ms", flush=True)
                 if out:
                     print(json.dumps(row), file=out, flush=True)
+                after_step(step + 1)
 
 
 @torch.no_grad()
@@ -174,8 +196,17 @@ def perturb(weights, seed):
     weights["wte"].copy_(weights["head.weight"])
 
 
+def nudged(weights, seed):
+    """Every weight moved by about a rounding to BF16: what another order of the same operations does to a run."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = {name: 1 + torch.randn(weight.shape, generator=generator) * 2**-9 for name, weight in weights.items() if name != "bigram.sign"}
+    return {name: (weight.float().cpu() * factor[name]).to(weight.dtype) if name in factor else weight for name, weight in weights.items()}
+
+
 def main():
     args = parse_arguments()
+    if len(args.warm_steps) > 1 and "{}" not in args.out:
+        raise SystemExit("several --warm-steps: --out needs a {} where the number of steps goes")
     with open(args.config, encoding="utf-8") as file:
         config = json.load(file)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -187,15 +218,21 @@ def main():
         if args.start_out:
             tensor_file.save(args.start_out, reference_names.weights(reference.model), keep_bf16=True)
             timer.line(f"wrote {args.start_out}")
-        reference.train(args.warm_steps)
-        weights = reference_names.weights(reference.model)
-        if args.perturb:
-            perturb(weights, args.seed)
-        if args.perturb or args.warm_steps:
-            weights = {name: weight.bfloat16() for name, weight in weights.items()}
-        timer.line(f"{args.warm_steps} steps made")
-        tensor_file.save(args.out, weights, keep_bf16=True)
-        timer.line(f"wrote {args.out}")
+
+        def write(steps_made):
+            if steps_made not in args.warm_steps:
+                return
+            weights = reference_names.weights(reference.model)
+            if args.perturb:
+                perturb(weights, args.seed)
+            if args.perturb or steps_made:
+                weights = {name: weight.bfloat16() for name, weight in weights.items()}
+            path = args.out.replace("{}", str(steps_made))
+            tensor_file.save(path, weights, keep_bf16=True)
+            timer.line(f"{steps_made} steps made, wrote {path}")
+
+        write(0)
+        reference.train(max(args.warm_steps), after_step=write)
     elif args.mode == "grads":
         sums = {}
 
@@ -210,13 +247,19 @@ def main():
         timer.line(f"loss {loss:.9f}")
         tensor_file.save(args.out, reference_names.gradients(reference.model, sums), {"loss": repr(loss)})
         timer.line(f"wrote {args.out}")
+    elif args.mode == "eval":
+        loss = reference.validate()
+        timer.line(f"validation loss {loss:.9f}")
+        with open(args.out, "w", encoding="utf-8") as file:
+            print(json.dumps({"val_loss": loss}), file=file)
     else:
         if reference.start is None:
             reference.start = {name: weight.clone() for name, weight in reference_names.weights(reference.model).items()}
         stem, suffix = os.path.splitext(args.out)
         for run in range(args.runs):
             if run:
-                reference_names.set_weights(reference.model, reference.start)
+                start = nudged(reference.start, args.seed + run) if run >= args.runs - args.nudge else reference.start
+                reference_names.set_weights(reference.model, start)
             path = args.out if run == 0 else f"{stem}.{run + 1}{suffix}"
             with open(path, "w", encoding="utf-8") as file:
                 reference.train(args.steps, file)

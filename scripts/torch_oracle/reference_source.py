@@ -218,6 +218,7 @@ def build_model(module, config, device, dtype, seed):
     module.args.bigram_sign_table_rows = model["bigram_sign_rows"]
     module.BOS_ID = model["vocab_size"] - 1
     longest = max(stage["batch_tokens"] for stage in config["schedule"]["stages"].values()) // 8
+    longest = max(longest, config["eval"]["row_tokens"])
     torch.manual_seed(seed)
     with torch.device(device):
         gpt = module.GPT(

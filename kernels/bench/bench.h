@@ -101,6 +101,7 @@ void bench_qkv(const BenchOptions& options, std::ostream& out);
 void bench_relu2_mlp(const BenchOptions& options, std::ostream& out);
 void bench_scaled_weight(const BenchOptions& options, std::ostream& out);
 void bench_smear(const BenchOptions& options, std::ostream& out);
+void bench_sparse_rows(const BenchOptions& options, std::ostream& out);
 void bench_split_qkv(const BenchOptions& options, std::ostream& out);
 void bench_stream_mix(const BenchOptions& options, std::ostream& out);
 void bench_value_gate(const BenchOptions& options, std::ostream& out);

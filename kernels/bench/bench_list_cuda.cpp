@@ -23,6 +23,7 @@ std::span<const Bench> benches() {
       {"relu2_mlp", "the Main Track's MLP in BF16 and three ways of FP8, stage by stage", bench_relu2_mlp},
       {"scaled_weight", "weights times a learned scalar, forward and backward", bench_scaled_weight},
       {"smear", "a gated part of the token before, forward and backward", bench_smear},
+      {"sparse_rows", "touched rows of a table: pack for the exchange between ranks, and sum", bench_sparse_rows},
       {"split_qkv", "queries, keys and values in planes, forward and backward", bench_split_qkv},
       {"stream_mix", "weighted sums of the residual stream, forward and backward", bench_stream_mix},
       {"value_gate", "gates of value embeddings, forward and backward", bench_value_gate},

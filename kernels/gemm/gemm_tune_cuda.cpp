@@ -11,9 +11,10 @@ namespace speedrun::kernels {
 namespace {
 
 constexpr int64_t kC = 768, kF = 3072, kV = 50304;
-constexpr int64_t kGates = 64;                                           // hidden width of the Main Track's gate nets
-constexpr int64_t kMainTrackTokens[] = {49152, 131072, 262144, 393216};  // a row of the last stage; the steps of its stages
-constexpr int64_t kChunk = 16384;                                        // tokens whose logits the engine holds at once
+constexpr int64_t kGates = 64;  // hidden width of the Main Track's gate nets
+// A row of the last stage; the steps of its stages; what one of 2, 4 or 8 ranks has of them.
+constexpr int64_t kMainTrackTokens[] = {49152, 131072, 262144, 393216, 65536, 196608, 32768, 98304, 16384};
+constexpr int64_t kChunk = 16384;  // tokens whose logits the engine holds at once
 
 struct Layer {
   int64_t K, O;
@@ -174,6 +175,10 @@ std::vector<GemmKey> production_gemms(const std::vector<int64_t>& tokens) {
   add_muon(products, 256, kC, 60);
   add_muon(products, kC, kC, 20);
   add_muon(products, kC, kF, 22);
+  // Of one of two ranks.
+  add_muon(products, 256, kC, 30);
+  add_muon(products, kC, kC, 10);
+  add_muon(products, kC, kF, 11);
   for (const int64_t N : tokens.empty() ? std::vector<int64_t>(std::begin(kMainTrackTokens), std::end(kMainTrackTokens)) : tokens)
     add_main_track_layer(products, N);
   add_fp8_head(products, kChunk);

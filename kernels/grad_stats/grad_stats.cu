@@ -2,8 +2,8 @@
 // Layout    one FP32 gradient buffer; segments start at multiples of 64 elements. scratch (num_segments, kGradSumParts).
 // Work      a segment is cut into kGradSumParts parts of at least kMinPartElements, one block each: small segments leave most
 // blocks nothing to do
-//           (they write 0), large ones are spread over all. Then one block adds the parts, one warp a segment, and makes the
-//           verdict.
+//           (they write 0), large ones are spread over all. Then the parts are added, one warp a segment; one block makes the
+//           verdict of the sums.
 // Traffic   4 bytes a gradient element, once: GPT-2 124M 498 MB.
 // Numerics  squares and sums in FP64, so no finite gradient overflows; fixed order: bitwise reproducible, on any GPU.
 #include <cuda_runtime.h>
@@ -31,10 +31,12 @@ __global__ void __launch_bounds__(kSingleBlockThreads) loss_sum_kernel(StepVerdi
   if (threadIdx.x == 0) verdict->loss_sum += sum;
 }
 
-__global__ void __launch_bounds__(kThreads) square_sums_kernel(double* scratch, const float* grads, const GradSegment* segments) {
+__global__ void __launch_bounds__(kThreads)
+    square_sums_kernel(double* scratch, const float* grads, const GradSegment* segments, uint32_t groups) {
   __shared__ double partials[kThreads / kWarpSize];
   const int64_t segment_idx = blockIdx.x / kGradSumParts, part = blockIdx.x % kGradSumParts;
-  const GradSegment segment = segments[segment_idx];
+  GradSegment segment = segments[segment_idx];
+  if ((groups >> segment.group & 1u) == 0) segment.count = 0;
   const int64_t even = ceil_div(ceil_div(segment.count, kGradSumParts), kPartMultiple) * kPartMultiple;
   const int64_t part_elements = max(kMinPartElements, even);
   const int64_t begin = min(part * part_elements, segment.count), end = min(begin + part_elements, segment.count);
@@ -56,30 +58,29 @@ __global__ void __launch_bounds__(kThreads) square_sums_kernel(double* scratch, 
   if (threadIdx.x == 0) scratch[blockIdx.x] = sum;
 }
 
+__global__ void __launch_bounds__(kThreads) segment_sums_kernel(double* sums, const double* scratch, int num_segments) {
+  const int segment = static_cast<int>((blockIdx.x * kThreads + threadIdx.x) / kWarpSize), lane = threadIdx.x % kWarpSize;
+  if (segment >= num_segments) return;
+  const double* parts = scratch + static_cast<int64_t>(segment) * kGradSumParts;
+  double sum = 0;
+#pragma unroll
+  for (int i = 0; i < kGradSumParts / kWarpSize; ++i) sum += parts[i * kWarpSize + lane];
+  sum = warp_sum(sum);
+  if (lane == 0) sums[segment] = sum;
+}
+
 __global__ void __launch_bounds__(kSingleBlockThreads) verdict_kernel(const GradVerdict<bf16> p) {
-  constexpr int kWarps = kSingleBlockThreads / kWarpSize;
-  __shared__ double partials[kWarps];
+  __shared__ double partials[kSingleBlockThreads / kWarpSize];
   __shared__ int first_bad;
   if (threadIdx.x == 0) first_bad = p.num_segments;
   __syncthreads();
-
-  const int lane = threadIdx.x % kWarpSize;
-  for (int segment = threadIdx.x / kWarpSize; segment < p.num_segments; segment += kWarps) {
-    const double* parts = p.scratch + static_cast<int64_t>(segment) * kGradSumParts;
-    double sum = 0;
-#pragma unroll
-    for (int i = 0; i < kGradSumParts / kWarpSize; ++i) sum += parts[i * kWarpSize + lane];
-    sum = warp_sum(sum);
-    if (lane == 0) {
-      p.sums[segment] = sum;
-      if (!isfinite(sum)) atomicMin(&first_bad, segment);
-    }
-  }
-  __syncthreads();
-
   double total = 0;
-  for (int segment = threadIdx.x; segment < p.num_segments; segment += kSingleBlockThreads) total += p.sums[segment];
-  total = block_sum<kSingleBlockThreads>(total, partials);
+  for (int segment = threadIdx.x; segment < p.num_segments; segment += kSingleBlockThreads) {
+    const double sum = p.sums[segment];
+    if (!isfinite(sum)) atomicMin(&first_bad, segment);
+    total += sum;
+  }
+  total = block_sum<kSingleBlockThreads>(total, partials);  // passes a barrier: first_bad is complete
   if (threadIdx.x != 0) return;
 
   StepVerdict& verdict = *p.verdict;
@@ -101,17 +102,25 @@ void loss_sum(const LossSum<bf16>& args, const CudaExec& exec) {
   check_launch("loss_sum: N = ", args.N);
 }
 
+void grad_sums(const GradVerdict<bf16>& args, const CudaExec& exec) {
+  constexpr const char* kOp = "grad_sums";
+  require(args.num_segments > 0, kOp, ": ", args.num_segments, " segments");
+  require(args.sums != nullptr && args.scratch != nullptr && args.segments != nullptr, kOp, ": null pointer");
+  require_aligned16(kOp, "grads", args.grads);
+  const unsigned grid = grid_size(static_cast<int64_t>(args.num_segments) * kGradSumParts, kOp);
+  square_sums_kernel<<<grid, kThreads, 0, exec.stream>>>(args.scratch, args.grads, args.segments, args.groups);
+  check_launch(kOp, ": sums of squares, ", args.num_segments, " segments");
+  const unsigned blocks = grid_size(ceil_div(args.num_segments, kThreads / kWarpSize), kOp);
+  segment_sums_kernel<<<blocks, kThreads, 0, exec.stream>>>(args.sums, args.scratch, args.num_segments);
+  check_launch(kOp, ": ", args.num_segments, " segments");
+}
+
 void grad_verdict(const GradVerdict<bf16>& args, const CudaExec& exec) {
   constexpr const char* kOp = "grad_verdict";
   require(args.num_segments > 0, kOp, ": ", args.num_segments, " segments");
-  require(args.verdict != nullptr && args.sums != nullptr && args.scratch != nullptr && args.segments != nullptr, kOp,
-          ": null pointer");
-  require_aligned16(kOp, "grads", args.grads);
-  const unsigned grid = grid_size(static_cast<int64_t>(args.num_segments) * kGradSumParts, kOp);
-  square_sums_kernel<<<grid, kThreads, 0, exec.stream>>>(args.scratch, args.grads, args.segments);
-  check_launch(kOp, ": sums of squares, ", args.num_segments, " segments");
+  require(args.verdict != nullptr && args.sums != nullptr, kOp, ": null pointer");
   verdict_kernel<<<1, kSingleBlockThreads, 0, exec.stream>>>(args);
-  check_launch(kOp, ": verdict, ", args.num_segments, " segments");
+  check_launch(kOp, ": ", args.num_segments, " segments");
 }
 
 }  // namespace speedrun::kernels

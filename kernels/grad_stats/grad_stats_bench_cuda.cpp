@@ -35,7 +35,7 @@ void bench_grad_stats(const BenchOptions& options, std::ostream& out) {
   const LossSum<bf16> loss_args{.verdict = verdict.as<StepVerdict>(), .loss = loss.as<float>(), .N = kTokens};
   bench_table("grad_stats, GPT-2 124M",
               {bench_copy(static_cast<size_t>(total) * sizeof(float), exec),
-               {"verdict", [&] { grad_verdict(args, exec); }, 0, 4.0 * static_cast<double>(total)},
+               {"sums and verdict", [&] { grad_sums(args, exec), grad_verdict(args, exec); }, 0, 4.0 * static_cast<double>(total)},
                {"loss sum, 524288 tokens", [&] { loss_sum(loss_args, exec); }, 0, 4.0 * kTokens}},
               exec, options.seconds, out);
 }

@@ -18,6 +18,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 struct Buffer {
   std::vector<GradSegment> segments;
   std::vector<float> grads;
+  uint32_t groups = ~0u;
 };
 
 Buffer make_buffer(const std::vector<int64_t>& counts, testing::Random& random) {
@@ -49,15 +50,17 @@ class GradStatsCudaTest : public CudaTest {
     auto sums = poisoned<double>("sums", num_segments);
     auto scratch = poisoned<double>("scratch", grad_verdict_scratch(num_segments));
     auto verdict = uploaded("verdict", std::vector<StepVerdict>{before});
+    const GradVerdict<bf16> args{.verdict = verdict.get(),
+                                 .sums = sums.get(),
+                                 .scratch = scratch.get(),
+                                 .grads = grads.get(),
+                                 .segments = segments.get(),
+                                 .num_segments = num_segments,
+                                 .grad_clip = grad_clip,
+                                 .groups = buffer.groups};
     run(launch, [&] {
-      grad_verdict(GradVerdict<bf16>{.verdict = verdict.get(),
-                                     .sums = sums.get(),
-                                     .scratch = scratch.get(),
-                                     .grads = grads.get(),
-                                     .segments = segments.get(),
-                                     .num_segments = num_segments,
-                                     .grad_clip = grad_clip},
-                   exec());
+      grad_sums(args, exec());
+      grad_verdict(args, exec());
     });
     return {.verdict = verdict.download()[0], .sums = sums.download()};
   }
@@ -65,14 +68,16 @@ class GradStatsCudaTest : public CudaTest {
   Answer reference(const Buffer& buffer, double grad_clip, StepVerdict verdict) {
     const int num_segments = static_cast<int>(buffer.segments.size());
     std::vector<double> sums(buffer.segments.size()), scratch(static_cast<size_t>(grad_verdict_scratch(num_segments)));
-    grad_verdict(GradVerdict<float>{.verdict = &verdict,
-                                    .sums = sums.data(),
-                                    .scratch = scratch.data(),
-                                    .grads = buffer.grads.data(),
-                                    .segments = buffer.segments.data(),
-                                    .num_segments = num_segments,
-                                    .grad_clip = grad_clip},
-                 truth_exec());
+    const GradVerdict<float> args{.verdict = &verdict,
+                                  .sums = sums.data(),
+                                  .scratch = scratch.data(),
+                                  .grads = buffer.grads.data(),
+                                  .segments = buffer.segments.data(),
+                                  .num_segments = num_segments,
+                                  .grad_clip = grad_clip,
+                                  .groups = buffer.groups};
+    grad_sums(args, truth_exec());
+    grad_verdict(args, truth_exec());
     return {.verdict = verdict, .sums = sums};
   }
 
@@ -176,6 +181,20 @@ TEST_F(GradStatsCudaTest, LossSumAddsInDouble) {
     EXPECT_NEAR(sums[0], expected, 1e-12 * expected) << "N=" << N;
     EXPECT_EQ(sums[0], sums[1]) << "N=" << N;
   }
+}
+
+TEST_F(GradStatsCudaTest, LooksOnlyAtGroupsThatUpdate) {
+  testing::Random random(testing::test_seed());
+  Buffer buffer = make_buffer({70'000, 3, 5'000}, random);
+  for (int p = 0; p < 3; ++p) buffer.segments[static_cast<size_t>(p)].group = 31 - p;
+  buffer.grads[static_cast<size_t>(buffer.segments[1].offset)] = kNan;
+  buffer.groups = 1u << 31 | 1u << 29;
+  check(buffer, 0.5);
+  EXPECT_EQ(device(buffer, 0, {}).sums[1], 0);
+  buffer.groups = 1u << 30;
+  const Answer bad = device(buffer, 0, {});
+  EXPECT_EQ(bad.verdict.skip, 1u);
+  EXPECT_EQ(bad.verdict.bad_parameter, 1);
 }
 
 }  // namespace

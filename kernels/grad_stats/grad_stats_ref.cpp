@@ -53,19 +53,24 @@ void loss_sum(const LossSum<T>& a, const HostExec& exec) {
 }
 
 template <class T>
-void grad_verdict(const GradVerdict<T>& a, const HostExec& exec) {
+void grad_sums(const GradVerdict<T>& a, const HostExec& exec) {
   parallel(exec, kGradSumParts * a.num_segments, [&](int64_t index) {
-    const GradSegment& segment = a.segments[index / kGradSumParts];
+    GradSegment segment = a.segments[index / kGradSumParts];
+    if ((a.groups >> segment.group & 1u) == 0) segment.count = 0;
     const int64_t part_size = (segment.count + kGradSumParts - 1) / kGradSumParts,
                   begin = std::min(segment.count, index % kGradSumParts * part_size);
     a.scratch[index] = sum_of_squares(a.grads + segment.offset + begin, std::min(segment.count, begin + part_size) - begin);
   });
-  double total = 0;
   for (int p = 0; p < a.num_segments; ++p) {
     a.sums[p] = 0;
     for (int64_t part = 0; part < kGradSumParts; ++part) a.sums[p] += a.scratch[p * kGradSumParts + part];
-    total += a.sums[p];
   }
+}
+
+template <class T>
+void grad_verdict(const GradVerdict<T>& a, const HostExec& /*exec*/) {
+  double total = 0;
+  for (int p = 0; p < a.num_segments; ++p) total += a.sums[p];
   StepVerdict& verdict = *a.verdict;
   find_bad(verdict, a.sums, a.num_segments);
   const double norm = std::sqrt(total);
@@ -75,6 +80,8 @@ void grad_verdict(const GradVerdict<T>& a, const HostExec& exec) {
 
 template void loss_sum(const LossSum<float>&, const HostExec&);
 template void loss_sum(const LossSum<double>&, const HostExec&);
+template void grad_sums(const GradVerdict<float>&, const HostExec&);
+template void grad_sums(const GradVerdict<double>&, const HostExec&);
 template void grad_verdict(const GradVerdict<float>&, const HostExec&);
 template void grad_verdict(const GradVerdict<double>&, const HostExec&);
 

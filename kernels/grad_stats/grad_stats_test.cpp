@@ -15,11 +15,12 @@ struct Problem {
   std::vector<T> grads;
   std::vector<double> sums, scratch;
   double grad_clip = 0;
+  uint32_t groups = ~0u;
 
   Problem(const std::vector<int64_t>& counts, Random& random) {
     int64_t end = 0;
     for (const int64_t count : counts) {
-      segments.push_back({end, count});
+      segments.push_back({.offset = end, .count = count});
       end += (count + 63) / 64 * 64;
     }
     grads = poisoned<T>(end);  // the gaps are nobody's
@@ -32,10 +33,29 @@ struct Problem {
   }
   int num_segments() const { return static_cast<int>(segments.size()); }
   void run(const HostExec& exec) {
-    grad_verdict(GradVerdict<T>{&verdict, sums.data(), scratch.data(), grads.data(), segments.data(), num_segments(), grad_clip},
-                 exec);
+    const GradVerdict<T> args{&verdict,        sums.data(),    scratch.data(), grads.data(),
+                              segments.data(), num_segments(), grad_clip,      groups};
+    grad_sums(args, exec);
+    grad_verdict(args, exec);
   }
 };
+
+TEST(GradVerdict, LooksOnlyAtGroupsThatUpdate) {
+  Random random = test_random();
+  Problem<double> c({100, 3, 70}, random);
+  for (int p = 0; p < 3; ++p) c.segments[static_cast<size_t>(p)].group = 31 - p;
+  c.grads[static_cast<size_t>(c.segments[1].offset)] = std::numeric_limits<double>::quiet_NaN();
+  c.groups = 1u << 31 | 1u << 29;
+  c.run(HostExec{});
+  EXPECT_EQ(c.verdict.skip, 0u);
+  EXPECT_EQ(c.sums[1], 0);
+  EXPECT_FLOAT_EQ(c.verdict.grad_norm, static_cast<float>(std::sqrt(c.sums[0] + c.sums[2])));
+  EXPECT_GT(c.sums[0], 0);
+  c.groups = 1u << 30;
+  c.run(HostExec{});
+  EXPECT_EQ(c.verdict.skip, 1u);
+  EXPECT_EQ(c.verdict.bad_parameter, 1);
+}
 
 TEST(LossSum, AddsToWhatIsThere) {
   Random random = test_random();

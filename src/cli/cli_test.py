@@ -117,6 +117,12 @@ class CliTest(Executable):
         self.refused("eval", names=["RUN"])
         self.refused("data", "nope", names=["nope"])
         self.refused("train", "test.json", "--dump-grads", "", names=["--dump-grads"])
+        self.refused("train", "test.json", "--timeline", "", names=["--timeline"])
+        self.refused("train", "test.json", "--timeline", "absent/t.json", names=["--timeline", "absent"])
+        self.refused("train", "test.json", "--timeline", "t.json", "--dry-run", names=["--timeline", "--dry-run"])
+        self.refused("train", "test.json", "--timeline-steps", "1:2", names=["--timeline-steps", "--timeline FILE"])
+        self.refused("train", "test.json", "--timeline", "t.json", "--timeline-steps", "4", names=["--timeline-steps", "FIRST:COUNT"])
+        self.refused("train", "test.json", "--timeline", "t.json", names=["--timeline", "GPU", "train.device"])
         self.refused("bench", "nope", names=["bench"])
 
     def test_configs_that_make_no_sense(self):

@@ -1,4 +1,8 @@
+#include <algorithm>
 #include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "fmt/format.h"
 #include "kernels/base/error.h"
@@ -6,10 +10,30 @@
 #include "src/cli/commands.h"
 #include "src/config/config_io.h"
 #include "src/core/log.h"
+#include "src/dist/launcher.h"
+#include "src/dist/world.h"
 #include "src/optim/schedule.h"
 #include "src/train/trainer.h"
 
 namespace speedrun {
+
+namespace {
+
+// The command line of a rank.
+std::vector<std::string> without_gpus(int argc, char** argv) {
+  std::vector<std::string> arguments = {"speedrun", "train"};
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument == "--gpus") {
+      ++i;
+    } else if (!argument.starts_with("--gpus=")) {
+      arguments.emplace_back(argument);
+    }
+  }
+  return arguments;
+}
+
+}  // namespace
 
 int train_command(int argc, char** argv) {
   cxxopts::Options options =
@@ -21,6 +45,12 @@ int train_command(int argc, char** argv) {
   options.add_options()("dry-run", "check data and memory plan, then stop");
   options.add_options()("dump-grads", "write the gradients of the first step's batch (safetensors) and stop",
                         cxxopts::value<std::string>());
+  options.add_options()("timeline", "record what the GPU does in some steps: report in the log, Chrome trace in this file",
+                        cxxopts::value<std::string>());
+  options.add_options()("timeline-steps", "FIRST:COUNT, the steps to record (default: 4 in the middle of every stage)",
+                        cxxopts::value<std::string>());
+  options.add_options()("gpus", "ranks on this host, one process for each GPU (on the CPU, so many processes)",
+                        cxxopts::value<int>());
   options.add_options()("help-config", "list every key of the config");
   Arguments arguments;
   if (!parse_arguments("train", options, argc, argv, arguments)) return 0;
@@ -51,11 +81,31 @@ int train_command(int argc, char** argv) {
     print_schedule(run.config, [](const std::string& lines) { fmt::print("{}", lines); });
     return 0;
   }
+  run.world = world_from_environment();
+  const int gpus = arguments.has("gpus") ? arguments.flags["gpus"].as<int>() : run.world.size;
+  if (gpus < 1) throw InputError(fmt::format("train: --gpus {}: expected 1 or more", gpus));
+  check_ranks(run.config, std::max(gpus, run.world.size));
+  if (gpus != run.world.size && run.world.size > 1)
+    throw InputError(fmt::format("train: --gpus {}: the launcher that started this process says {} ranks; leave out --gpus", gpus,
+                                 run.world.size));
   run.dry_run = arguments.has("dry-run");
   if (arguments.has("dump-grads")) {
     run.gradients_file = arguments.flags["dump-grads"].as<std::string>();
     if (run.gradients_file.empty()) throw InputError("train: --dump-grads: expected the name of a file");
+    if (gpus > 1) throw InputError("train: --dump-grads: for one rank; leave out --gpus");
   }
+  if (arguments.has("timeline")) {
+    run.timeline.file = arguments.flags["timeline"].as<std::string>();
+    check_timeline_file(run.timeline.file);
+    if (run.dry_run || !run.gradients_file.empty())
+      throw InputError("train: --timeline records steps of a run; --dry-run and --dump-grads make none");
+  }
+  if (arguments.has("timeline-steps")) {
+    if (run.timeline.file.empty()) throw InputError("train: --timeline-steps: --timeline FILE is missing");
+    run.timeline.steps = parse_timeline_steps(arguments.flags["timeline-steps"].as<std::string>());
+  }
+  // Last, so that what is wrong with the flags is said once and not by every rank.
+  if (gpus > run.world.size) return launch_ranks(gpus, without_gpus(argc, argv), run.config.dist.heartbeat_s);
   Log log;
   return train(run, log);
 }

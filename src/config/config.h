@@ -153,6 +153,15 @@ struct Config {
     bool operator==(const Checkpoint&) const = default;
   } checkpoint;
 
+  struct Dist {                 // several ranks
+    double connect_s = 25;      // how long the ranks wait for each other at the start
+    double heartbeat_s = 10;    // a rank that has been silent for so long counts as dead
+    double progress_s = 0;      // a rank whose loop stands still for so long counts as dead; 0: never
+    int ranks_per_gpu = 1;      // tests: more than one share a GPU, over the loopback interface
+    bool sparse_tables = true;  // sum only the touched rows of the bigram table's gradient where that is fewer bytes
+    bool operator==(const Dist&) const = default;
+  } dist;
+
   struct Run {
     std::string dir = "runs";  // relative to the working directory
     std::string name;          // empty: date, time and config name

@@ -226,6 +226,17 @@ void add_checkpoint(Table& f, Config::Checkpoint& c) {
   f.add("checkpoint.at_end", c.at_end, "checkpoint after the last step");
 }
 
+void add_dist(Table& f, Config::Dist& c) {
+  f.add("dist.connect_s", c.connect_s, Range{1, 86400}, "seconds that the ranks wait for each other at the start");
+  f.add("dist.heartbeat_s", c.heartbeat_s, Range{0.5, 3600}, "a rank that has been silent for so many seconds counts as dead");
+  f.add("dist.progress_s", c.progress_s, Range{0, 86400},
+        "a rank whose loop has stood still for so many seconds counts as dead; 0: never");
+  f.add("dist.ranks_per_gpu", c.ranks_per_gpu, Range{1, 64},
+        "for tests: ranks that share a GPU and talk over the loopback interface; their times mean nothing");
+  f.add("dist.sparse_tables", c.sparse_tables,
+        "send only the touched rows of the bigram table's gradient where that is fewer bytes; the sums are the same");
+}
+
 void add_run(Table& f, Config::Run& c) {
   f.add("run.dir", c.dir, TextKind::plain, "folder of the runs, relative to the working directory");
   f.add("run.name", c.name, TextKind::plain, "folder of this run in it; empty: date, time and name of the config");
@@ -369,6 +380,7 @@ std::vector<Field> config_fields(Config& config) {
   add_train(table, config.train);
   add_eval(table, config.eval);
   add_checkpoint(table, config.checkpoint);
+  add_dist(table, config.dist);
   add_run(table, config.run);
   add_optim(table, config.optim);
   add_schedule(table, config.schedule);

@@ -7,7 +7,10 @@
 namespace speedrun {
 
 Log::Log(Terminal terminal)
-    : stream_(terminal == Terminal::standard_output ? stdout : stderr), terminal_(isatty(fileno(stream_)) != 0) {}
+    : stream_(terminal == Terminal::standard_output  ? stdout
+              : terminal == Terminal::standard_error ? stderr
+                                                     : nullptr),
+      terminal_(stream_ != nullptr && isatty(fileno(stream_)) != 0) {}
 
 Log::~Log() { end_progress(); }
 
@@ -32,6 +35,7 @@ void Log::end_progress() {
 }
 
 void Log::line(const std::string& text) {
+  if (stream_ == nullptr) return;
   end_progress();
   fmt::print(stream_, "{}\n", text);
   std::fflush(stream_);

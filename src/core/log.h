@@ -10,7 +10,7 @@ namespace speedrun {
 
 class Log {
  public:
-  enum class Terminal { standard_output, standard_error };
+  enum class Terminal { standard_output, standard_error, none };  // none: of the ranks but one
   explicit Log(Terminal terminal = Terminal::standard_output);
   ~Log();
   Log(const Log&) = delete;

@@ -1,5 +1,7 @@
 #include "src/core/parameter.h"
 
+#include <algorithm>
+
 #include "kernels/base/error.h"
 #include "kernels/base/host_parallel.h"
 #include "src/core/file.h"
@@ -29,13 +31,50 @@ const char* group_name(ParameterGroup group) {
 }
 
 template <class T>
-Parameters<T>::Parameters(std::vector<ParameterSpec> specs, bool with_gradients)
-    : specs_(std::move(specs)), with_gradients_(with_gradients) {
-  for (const ParameterSpec& spec : specs_) {
-    offsets_.push_back(buffer_);
-    total_ += spec.count();
-    buffer_ += (spec.count() + kOffsetAlignment - 1) / kOffsetAlignment * kOffsetAlignment;
+Parameters<T>::Parameters(std::vector<ParameterSpec> specs, bool with_gradients, Sharding sharding)
+    : specs_(std::move(specs)), sharding_(std::move(sharding)), with_gradients_(with_gradients) {
+  for (const ParameterSpec& spec : specs_) total_ += spec.count();
+  place();
+}
+
+template <class T>
+void Parameters<T>::place() {
+  const auto aligned = [](int64_t count) { return (count + kOffsetAlignment - 1) / kOffsetAlignment * kOffsetAlignment; };
+  offsets_.assign(specs_.size(), -1);
+  replicated_.assign(specs_.size(), true);
+  for (const ParameterSpec& spec : specs_) own_.push_back({0, spec.count()});
+  if (sharding_.units.empty()) {
+    for (size_t p = 0; p < specs_.size(); ++p) {
+      offsets_[p] = buffer_;
+      buffer_ += aligned(specs_[p].count());
+    }
+    return;
   }
+  const int64_t world = sharding_.world;
+  for (ParameterUnit& unit : sharding_.units) {
+    unit.offset = buffer_;
+    for (const int p : unit.parameters) {
+      offsets_[static_cast<size_t>(p)] = buffer_;
+      buffer_ += aligned(spec(p).count());
+    }
+    const int64_t extent = buffer_ - unit.offset;
+    if (unit.kind == ParameterUnit::Kind::replicated) {
+      unit.slice = extent;
+      continue;
+    }
+    const int64_t piece = unit.kind == ParameterUnit::Kind::matrices ? unit.piece : kOffsetAlignment;
+    require(piece % kOffsetAlignment == 0 && extent % piece == 0, "internal: a unit of ", extent, " elements in pieces of ", piece);
+    unit.slice = (extent / piece + world - 1) / world * piece;
+    buffer_ = unit.offset + world * unit.slice;
+    const int64_t own_begin = unit.offset + sharding_.rank * unit.slice, own_end = own_begin + unit.slice;
+    for (const int p : unit.parameters) {
+      const int64_t begin = offset(p), end = begin + spec(p).count();
+      const int64_t from = std::clamp(own_begin, begin, end), to = std::clamp(own_end, begin, end);
+      own_[static_cast<size_t>(p)] = {from - begin, to - from};
+      replicated_[static_cast<size_t>(p)] = false;
+    }
+  }
+  for (size_t p = 0; p < specs_.size(); ++p) require(offsets_[p] >= 0, "internal: ", specs_[p].name, " is in no unit");
 }
 
 template <class T>
@@ -63,24 +102,28 @@ kernels::WeightRef<T> Parameters<T>::weight(int index) {
 template <class T>
 std::vector<kernels::GradSegment> Parameters<T>::segments() const {
   std::vector<kernels::GradSegment> result;
-  for (int i = 0; i < size(); ++i) result.push_back({offset(i), spec(i).count()});
+  for (int p = 0; p < size(); ++p) {
+    ParameterRange mine = own(p);
+    if (replicated(p) && sharding_.rank != 0) mine.count = 0;
+    result.push_back({.offset = offset(p) + mine.begin, .count = mine.count, .group = static_cast<int32_t>(spec(p).group)});
+  }
   return result;
 }
 
 template <class T>
-std::vector<Acc<T>> Parameters<T>::read_master(Device& device, int index) {
-  const auto n = static_cast<size_t>(spec(index).count());
+std::vector<Acc<T>> Parameters<T>::read_master(Device& device, int index, ParameterRange range) {
+  const auto n = static_cast<size_t>(range.count);
   std::vector<Acc<T>> master(n);
   if constexpr (std::is_same_v<T, bf16>) {
     const kernels::WeightRef<T> ref = weight(index);
     std::vector<bf16> values(n);
     std::vector<uint16_t> lows(n);
-    device.copy_out(values.data(), ref.value, n * sizeof(bf16));
-    if (ref.low != nullptr) device.copy_out(lows.data(), ref.low, n * sizeof(uint16_t));
+    device.copy_out(values.data(), ref.value + range.begin, n * sizeof(bf16));
+    if (ref.low != nullptr) device.copy_out(lows.data(), ref.low + range.begin, n * sizeof(uint16_t));
     device.synchronize();
     for (size_t i = 0; i < n; ++i) master[i] = kernels::join_master(values[i], lows[i], ref.split);
   } else {
-    device.copy_out(master.data(), value(index), n * sizeof(T));
+    device.copy_out(master.data(), value(index) + range.begin, n * sizeof(T));
   }
   return master;
 }
@@ -142,16 +185,6 @@ void Parameters<T>::initialize(Device& device, uint64_t seed) {
     }
     write_master(device, p, master, exec);
   }
-}
-
-template <class T>
-uint64_t Parameters<T>::hash(Device& device) {
-  uint64_t result = 0;
-  for (int p = 0; p < size(); ++p) {
-    const std::vector<Acc<T>> master = read_master(device, p);
-    result = hash_bytes(master.data(), master.size() * sizeof(Acc<T>), result);
-  }
-  return result;
 }
 
 template class Parameters<float>;

@@ -10,6 +10,7 @@
 #include "kernels/grad_stats/grad_stats.h"
 #include "src/core/device.h"
 #include "src/core/memory_plan.h"
+#include "src/core/sharding.h"
 
 namespace speedrun {
 
@@ -47,6 +48,7 @@ struct ParameterSpec {
   std::vector<float> init_values = {};  // or exactly these, all of them
   bool init_sign = false;               // the sign of a normal draw: ±1
   bool decay = true;                    // false: weight decay leaves it alone, whatever its group says
+  bool with_next = false;               // the next row's tensor follows without a gap: one product reads both
   bool frozen = false;                  // no optimizer touches it: a table that is drawn once and kept
 
   int64_t count() const {
@@ -56,11 +58,12 @@ struct ParameterSpec {
   }
 };
 
-// Values, masters and gradients of all parameters, each kind in one buffer at the same offsets.
+// Values, masters and gradients of all parameters, each kind in one buffer at the same offsets: in the order of the table, with
+// several ranks in that of the sharding's units.
 template <class T>
 class Parameters {
  public:
-  explicit Parameters(std::vector<ParameterSpec> specs, bool with_gradients = true);
+  explicit Parameters(std::vector<ParameterSpec> specs, bool with_gradients = true, Sharding sharding = {});
   Parameters(const Parameters&) = delete;
   Parameters& operator=(const Parameters&) = delete;
 
@@ -72,17 +75,25 @@ class Parameters {
   int64_t total_count() const { return total_; }  // sum of counts, without padding
   int64_t buffer_count() const { return buffer_; }
   int64_t offset(int index) const { return offsets_[static_cast<size_t>(index)]; }
+  const Sharding& sharding() const { return sharding_; }
+  // What this rank updates: all of it with one rank or if it is replicated.
+  ParameterRange own(int index) const { return own_[static_cast<size_t>(index)]; }
+  bool replicated(int index) const { return replicated_[static_cast<size_t>(index)]; }
 
+  T* values() { return values_; }
   T* value(int index) { return values_ + offset(index); }
   Acc<T>* grad(int index) { return grads_ == nullptr ? nullptr : grads_ + offset(index); }
   T* value(const std::string& name) { return name_or_null(values_, name); }
   Acc<T>* grad(const std::string& name) { return grads_ == nullptr ? nullptr : name_or_null(grads_, name); }
   Acc<T>* grads() { return grads_; }
   kernels::WeightRef<T> weight(int index);
+  // Of what this rank updates; of what all update, on rank 0.
   std::vector<kernels::GradSegment> segments() const;
 
-  // Master values (FP32, or FP64 for double) of one parameter, through the host; synchronous.
-  std::vector<Acc<T>> read_master(Device& device, int index);
+  // Master values (FP32, or FP64 for double) of one parameter, through the host; synchronous. With several ranks, lower halves are
+  // those of the last update only in what this rank updates.
+  std::vector<Acc<T>> read_master(Device& device, int index) { return read_master(device, index, {0, spec(index).count()}); }
+  std::vector<Acc<T>> read_master(Device& device, int index, ParameterRange range);
   void write_master(Device& device, int index, const std::vector<Acc<T>>& master) {
     ThreadPool pool(0);
     write_master(device, index, master, {.pool = &pool});
@@ -92,9 +103,8 @@ class Parameters {
   // Draws every parameter from its row: value (seed, index of the parameter, index of the element) alone.
   void initialize(Device& device, uint64_t seed);
 
-  uint64_t hash(Device& device);  // of all values and masters
-
  private:
+  void place();  // offsets and ranges
   void write_master(Device& device, int index, const std::vector<Acc<T>>& master, const kernels::HostExec& exec);
 
   template <class U>
@@ -104,7 +114,10 @@ class Parameters {
   }
 
   std::vector<ParameterSpec> specs_;
+  Sharding sharding_;
   std::vector<int64_t> offsets_;
+  std::vector<ParameterRange> own_;
+  std::vector<bool> replicated_;
   int64_t total_ = 0, buffer_ = 0;
   bool with_gradients_;
   T* values_ = nullptr;

@@ -36,6 +36,8 @@ class MainTrack : public Model<T> {
   void end_step(kernels::StepVerdict* verdict) override;
   void evaluate() override;
   std::vector<float> logits_at(int64_t position) override;
+  bool announces() const override { return true; }
+  std::pair<void*, int64_t> maxima() override;
   std::vector<StateTensor> state() override;
   void reset_state() override;
   std::vector<Fp8Losses> take_fp8_losses(int64_t tokens, int64_t steps) override;

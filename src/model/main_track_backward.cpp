@@ -102,6 +102,7 @@ void MainTrack<T>::table_backward(Acc<T>* dtable, const T* dout, int64_t rows) {
                                                             .C = config_.width,
                                                             .V = static_cast<int>(rows)},
                               exec());
+  this->announce(dtable);
 }
 
 template <class T>
@@ -112,6 +113,7 @@ void MainTrack<T>::backward() {
   for (GateNet* net : {&pre_, &post_, &mix_net_, &out_net_}) {
     if (net->layout.exists()) device_.zero(net->dout, static_cast<size_t>(N() * net->layout.columns()) * sizeof(T));
   }
+  if (!pass_.tied) this->announce(dhead_weight_);  // the loss made it; tied, the embedding's is still to come
   const int last = config_.num_layers - 1;
   norm_backward(dstream_, dbranch_.data, config_.mudd ? final_ : stream_after(last), norm_out_rstd_);
   if (config_.mudd) {
@@ -332,6 +334,7 @@ void MainTrack<T>::backward_embedding() {
                                                         .C = C,
                                                         .rows = static_cast<int>(config_.bigram_rows)},
                              exec());
+    this->announce(dbigram_table_);
   } else {
     add_slot(dstream_, dx0_);
   }

@@ -305,6 +305,13 @@ void MainTrack<T>::end_step(kernels::StepVerdict* verdict) {
                            exec());
 }
 
+// Scales are the same on every rank and positive, so their bits survive the maximum; counts of lost values become those of the rank
+// that lost most.
+template <class T>
+std::pair<void*, int64_t> MainTrack<T>::maxima() {
+  return {scale_buffer_, scale_buffer_ == nullptr ? 0 : static_cast<int64_t>(num_scales() * sizeof(Fp8Scale) / sizeof(uint32_t))};
+}
+
 template <class T>
 std::vector<StateTensor> MainTrack<T>::state() {
   if (scale_buffer_ == nullptr) return {};
@@ -366,6 +373,7 @@ template void MainTrack<float>::plan_fp8(MemoryPlan&);
 template void MainTrack<float>::prepare_fp8();
 template void MainTrack<float>::begin_step(bool);
 template void MainTrack<float>::end_step(kernels::StepVerdict*);
+template std::pair<void*, int64_t> MainTrack<float>::maxima();
 template std::vector<StateTensor> MainTrack<float>::state();
 template void MainTrack<float>::reset_state();
 template std::vector<Fp8Losses> MainTrack<float>::take_fp8_losses(int64_t, int64_t);
@@ -378,6 +386,7 @@ template void MainTrack<double>::plan_fp8(MemoryPlan&);
 template void MainTrack<double>::prepare_fp8();
 template void MainTrack<double>::begin_step(bool);
 template void MainTrack<double>::end_step(kernels::StepVerdict*);
+template std::pair<void*, int64_t> MainTrack<double>::maxima();
 template std::vector<StateTensor> MainTrack<double>::state();
 template void MainTrack<double>::reset_state();
 template std::vector<Fp8Losses> MainTrack<double>::take_fp8_losses(int64_t, int64_t);
@@ -391,6 +400,7 @@ template void MainTrack<bf16>::plan_fp8(MemoryPlan&);
 template void MainTrack<bf16>::prepare_fp8();
 template void MainTrack<bf16>::begin_step(bool);
 template void MainTrack<bf16>::end_step(kernels::StepVerdict*);
+template std::pair<void*, int64_t> MainTrack<bf16>::maxima();
 template std::vector<StateTensor> MainTrack<bf16>::state();
 template void MainTrack<bf16>::reset_state();
 template std::vector<Fp8Losses> MainTrack<bf16>::take_fp8_losses(int64_t, int64_t);

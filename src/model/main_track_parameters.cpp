@@ -88,6 +88,7 @@ std::vector<ParameterSpec> main_track_parameters(const Config::Model& model, con
       // Neighbours in memory: the products see one (3C, C) matrix. Muon works on Q and K in pairs of heads.
       ParameterSpec& qk = table.add(name + "attn.qk.weight", {2 * C, C}, ParameterGroup::matrix, optim.matrix);
       qk.init_bound = bound;
+      qk.with_next = true;
       qk.matrices = model.num_heads % 2 == 0 ? model.num_heads : 2 * model.num_heads;
       table.add(name + "attn.v.weight", {C, C}, ParameterGroup::matrix, optim.matrix).init_bound = bound;
       table.add(name + "attn.out.weight", {C, C}, ParameterGroup::matrix, optim.matrix).init_bound = bound;

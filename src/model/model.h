@@ -3,8 +3,10 @@
 // (T = bf16: CUDA; float: CPU; double: CPU, for finite differences). One object serves micro-batches of up to max_tokens tokens,
 // made of whole rows; what a call does is fixed by set_pass() before it, so that a captured graph keeps it.
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/base/step_values.h"
@@ -64,6 +66,12 @@ class Model {
   void set_pass(const ModelPass& pass) { pass_ = pass; }
   const ModelPass& pass() const { return pass_; }
 
+  // Called within forward_backward as soon as the gradient of a large table is complete, with that gradient, so that its way to the
+  // other ranks can begin beside the rest of the backward pass. announces: whether this model does so, for each of its tables.
+  using GradientListener = std::function<void(const Acc<T>* grad)>;
+  void set_listener(GradientListener listener) { listener_ = std::move(listener); }
+  virtual bool announces() const { return false; }
+
   // All of these are asynchronous and can be captured.
   // derive_weights: what the forward pass needs beside the parameters; after every change of the weights.
   virtual void derive_weights() {}
@@ -79,6 +87,9 @@ class Model {
 
   // Capped logits (V) of the token at `position`, to host memory; synchronous. Runs the forward pass over all N tokens.
   virtual std::vector<float> logits_at(int64_t position) = 0;
+
+  // FP8 scales and maxima as unsigned words whose maximum over the ranks is to be taken before end_step; none: null.
+  virtual std::pair<void*, int64_t> maxima() { return {nullptr, 0}; }
 
   virtual std::vector<StateTensor> state() { return {}; }  // what a checkpoint needs beside parameters and optimizer
   virtual void reset_state() {}                            // as at the start of a run
@@ -99,8 +110,13 @@ class Model {
   // Capped logits (V) of one token from the final norm's output, through `logits`, on the host; synchronous. bias may be null.
   std::vector<float> read_logits(T* logits, const T* inp, const T* weight, const T* bias);
 
+  void announce(const Acc<T>* grad) {
+    if (listener_) listener_(grad);
+  }
+
   Config::Model config_;
   Config::Fp8 fp8_;
+  GradientListener listener_;
   ModelShape shape_;
   std::vector<ModelStage> stages_;
   Device& device_;

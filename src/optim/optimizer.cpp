@@ -11,10 +11,17 @@ namespace {
 // Adam's bias correction 1 − β^t, as FP32 sees it; exact enough for t = 1 and large t alike.
 float correction(double beta, int64_t t) { return static_cast<float>(-std::expm1(static_cast<double>(t) * std::log(beta))); }
 
-// normuon: statistics of all matrices of a parameter, each along its longer side
-int64_t second_count(const ParameterSpec& spec) { return spec.matrices * std::max(spec.shape[0] / spec.matrices, spec.shape[1]); }
+int64_t matrix_elements(const ParameterSpec& spec) { return spec.count() / spec.matrices; }
+// normuon: statistics of a matrix, along its longer side
+int64_t second_of_matrix(const ParameterSpec& spec) { return std::max(spec.shape[0] / spec.matrices, spec.shape[1]); }
 
-bool is_adam(OptimizerKind kind) { return kind == OptimizerKind::adamw || kind == OptimizerKind::adam; }
+template <class T>
+constexpr CommType comm_type() {
+  if constexpr (std::is_same_v<T, bf16>) return CommType::bf16;
+  return std::is_same_v<T, double> ? CommType::f64 : CommType::f32;
+}
+
+bool is_due(uint32_t mask, int group) { return (mask >> group & 1u) != 0; }
 
 // d(objective) / d(loss of a token)
 double token_weight(const Config& config, const StepValues& values) {
@@ -33,8 +40,13 @@ double token_weight(const Config& config, const StepValues& values) {
 }  // namespace
 
 template <class T>
-Optimizer<T>::Optimizer(const Config& config, Device& device, Parameters<T>& parameters)
-    : config_(config.optim), grad_clip_(config.train.grad_clip), device_(device), parameters_(parameters) {
+Optimizer<T>::Optimizer(const Config& config, Device& device, Parameters<T>& parameters, Communicator* communicator)
+    : config_(config.optim),
+      grad_clip_(config.train.grad_clip),
+      device_(device),
+      parameters_(parameters),
+      communicator_(parameters.sharding().world > 1 ? communicator : nullptr) {
+  require(parameters.sharding().world == 1 || communicator != nullptr, "internal: several ranks without a communicator");
   const auto& rows = config_.muon.coefficients;
   for (int i = 0; i < config_.muon.iterations; ++i) {
     const auto& row = rows[std::min(static_cast<size_t>(i), rows.size() - 1)];
@@ -44,7 +56,7 @@ Optimizer<T>::Optimizer(const Config& config, Device& device, Parameters<T>& par
     const ParameterSpec& spec = parameters.spec(p);
     if (spec.frozen) continue;
     const Config::Group& group = group_config(config_, spec.group);
-    if (is_adam(group.optimizer)) {
+    if (!is_muon(group.optimizer)) {
       const bool half = group.state == StateDType::bf16 && std::is_same_v<T, bf16>;
       adam_.push_back({p, half ? DType::bf16 : DTypeOf<Acc<T>>::value});
       continue;
@@ -65,22 +77,55 @@ Optimizer<T>::Optimizer(const Config& config, Device& device, Parameters<T>& par
                        .sources = {}});
       batch = muon_.end() - 1;
     }
-    for (int part = 0; part < spec.matrices; ++part) batch->sources.emplace_back(muon_parameters_.size() - 1, part);
+    const ParameterRange own = parameters.own(p);
+    const int64_t first = own.begin / matrix_elements(spec), last = (own.begin + own.count) / matrix_elements(spec);
+    for (int64_t part = first; part < last; ++part)
+      batch->sources.emplace_back(muon_parameters_.size() - 1, static_cast<int>(part));
   }
+}
+
+template <class T>
+ParameterRange Optimizer<T>::second_range(int parameter) const {
+  const ParameterSpec& spec = parameters_.spec(parameter);
+  const ParameterRange own = parameters_.own(parameter);
+  const int64_t each = second_of_matrix(spec);
+  return {own.begin / matrix_elements(spec) * each, own.count / matrix_elements(spec) * each};
+}
+
+template <class T>
+bool Optimizer<T>::cut_by_rows(int parameter) const {
+  const Sharding& sharding = parameters_.sharding();
+  const std::vector<int64_t>& shape = parameters_.spec(parameter).shape;
+  return shape.size() == 2 && std::any_of(sharding.units.begin(), sharding.units.end(), [&](const ParameterUnit& unit) {
+           return unit.kind == ParameterUnit::Kind::elements && unit.parameters.front() == parameter &&
+                  unit.slice * sharding.world == shape[0] * shape[1] && unit.slice % shape[1] == 0;
+         });
+}
+
+template <class T>
+void Optimizer<T>::allow_sparse(int parameter, int64_t rows_per_owner) {
+  const ParameterSpec& spec = parameters_.spec(parameter);
+  require(cut_by_rows(parameter), "internal: ", spec.name, " is not cut by rows");
+  sparse_table_ = parameter;
+  sparse_rows_.emplace(SparseRowsShape{.V = spec.shape[0],
+                                       .C = static_cast<int>(spec.shape[1]),
+                                       .ranks = parameters_.sharding().world,
+                                       .rows_per_owner = rows_per_owner});
+  touched_capacity_ = parameters_.sharding().world * rows_per_owner;
 }
 
 template <class T>
 void Optimizer<T>::plan(MemoryPlan& memory) {
   for (AdamTensor& tensor : adam_) {
-    const size_t bytes = static_cast<size_t>(parameters_.spec(tensor.parameter).count()) * dtype_size(tensor.dtype);
+    const size_t bytes = static_cast<size_t>(parameters_.own(tensor.parameter).count) * dtype_size(tensor.dtype);
     memory.add_bytes("optimizer: Adam", &tensor.m, bytes);
     memory.add_bytes("optimizer: Adam", &tensor.v, bytes);
   }
   for (MuonParameter& owner : muon_parameters_) {
     const ParameterSpec& spec = parameters_.spec(owner.parameter);
-    memory.add("optimizer: Muon", &owner.momentum, spec.count());
+    memory.add("optimizer: Muon", &owner.momentum, parameters_.own(owner.parameter).count);
     if (group_config(config_, spec.group).optimizer == OptimizerKind::normuon)
-      memory.add("optimizer: Muon", &owner.second, second_count(spec));
+      memory.add("optimizer: Muon", &owner.second, second_range(owner.parameter).count);
   }
   int64_t x = 0, gram = 0, sums = 0;
   for (MuonBatch& batch : muon_) {
@@ -93,6 +138,11 @@ void Optimizer<T>::plan(MemoryPlan& memory) {
   memory.add("optimizer: Newton-Schulz", &muon_x_, 2 * x);
   memory.add("optimizer: Newton-Schulz", &muon_gram_, 2 * gram);
   memory.add("optimizer: Newton-Schulz", &muon_sums_, sums);
+  if (sparse_rows_) {
+    const std::string category = "ranks: touched rows of " + parameters_.spec(sparse_table_).name;
+    sparse_rows_->plan(memory, category);
+    memory.add(category, &touched_rows_, 1 + touched_capacity_);
+  }
   memory.add("optimizer: tables", &segments_, parameters_.size());
   memory.add("optimizer: tables", &sums_, parameters_.size());
   memory.add("optimizer: tables", &sums_scratch_, kernels::grad_verdict_scratch(parameters_.size()));
@@ -113,9 +163,10 @@ void Optimizer<T>::prepare(const StepInputs<T>* inputs, kernels::StepVerdict* ve
       kernels::WeightRef<T> weight = parameters_.weight(owner.parameter);
       weight.value += offset;
       if (weight.low != nullptr) weight.low += offset;
-      Acc<T>* second = owner.second == nullptr ? nullptr : owner.second + int64_t{part} * std::max(batch.rows, batch.cols);
+      Acc<T>* second =
+          owner.second == nullptr ? nullptr : owner.second + part * second_of_matrix(spec) - second_range(owner.parameter).begin;
       batch.host.push_back({.weight = weight,
-                            .momentum = owner.momentum + offset,
+                            .momentum = owner.momentum + offset - parameters_.own(owner.parameter).begin,
                             .second = second,
                             .grad = parameters_.grad(owner.parameter) + offset,
                             .step = &inputs_->muon[static_cast<int>(spec.group)],
@@ -158,20 +209,110 @@ uint32_t Optimizer<T>::update_mask(const StepValues& values) {
   return mask;
 }
 
+// A unit updates as a whole: its parameters have the same interval. The embedding that is tied to the head is a unit alone or has
+// no gradient.
 template <class T>
-void Optimizer<T>::update(uint32_t mask) {
-  const kernels::Exec<T>& exec = device_.template exec<T>();
-  kernels::grad_verdict(kernels::GradVerdict<T>{.verdict = verdict_,
-                                                .sums = sums_,
-                                                .scratch = sums_scratch_,
-                                                .grads = parameters_.grads(),
-                                                .segments = segments_,
-                                                .num_segments = parameters_.size(),
-                                                .grad_clip = grad_clip_},
-                        exec);
-  const auto due = [&](int group) { return (mask >> group & 1u) != 0; };
+bool Optimizer<T>::due(const ParameterUnit& unit, uint32_t mask) const {
+  return std::any_of(unit.parameters.begin(), unit.parameters.end(), [&](int p) {
+    return !parameters_.spec(p).frozen && is_due(mask, static_cast<int>(parameters_.spec(p).group));
+  });
+}
+
+template <class T>
+void Optimizer<T>::begin_sparse_sum(int64_t rows_per_owner) {
+  sparse_rows_->set_capacity(rows_per_owner);
+  sparse_rows_->pack(device_, parameters_.grad(sparse_table_), touched_rows_ + 1, touched_rows_);
+  communicator_->fork();
+  communicator_->group_start();
+  sparse_rows_->exchange(*communicator_);
+  communicator_->group_end();
+}
+
+template <class T>
+void Optimizer<T>::begin_sum(const Acc<T>* grad, const GradientSums& sums) {
+  if (sums.rows_per_owner > 0 && grad == parameters_.grad(sparse_table_)) {
+    begin_sparse_sum(sums.rows_per_owner);
+    return;
+  }
+  for (const ParameterUnit& unit : parameters_.sharding().units) {
+    if (unit.kind != ParameterUnit::Kind::elements || parameters_.grads() + unit.offset != grad) continue;
+    communicator_->fork();
+    communicator_->reduce_scatter(parameters_.grads() + unit.offset, unit.slice, comm_type<Acc<T>>());
+  }
+}
+
+template <class T>
+bool Optimizer<T>::sums_tables(uint32_t mask) const {
+  const std::vector<ParameterUnit>& units = parameters_.sharding().units;
+  return std::any_of(units.begin(), units.end(),
+                     [&](const ParameterUnit& unit) { return unit.kind == ParameterUnit::Kind::elements && due(unit, mask); });
+}
+
+template <class T>
+void Optimizer<T>::sum_gradients(uint32_t mask, const GradientSums& sums) {
+  constexpr CommType type = comm_type<Acc<T>>();
+  Acc<T>* sparse = sums.rows_per_owner > 0 ? parameters_.grad(sparse_table_) : nullptr;
+  if (sparse != nullptr && !sums.begun) begin_sparse_sum(sums.rows_per_owner);
+  communicator_->fork();
+  communicator_->group_start();
+  communicator_->all_reduce(&verdict_->loss_sum, 1, CommType::f64, ReduceOp::sum);
+  for (const ParameterUnit& unit : parameters_.sharding().units) {
+    Acc<T>* grads = parameters_.grads() + unit.offset;
+    if (!due(unit, mask) || grads == sparse || (sums.begun && unit.kind == ParameterUnit::Kind::elements)) continue;
+    if (unit.kind == ParameterUnit::Kind::replicated) {
+      communicator_->all_reduce(grads, unit.slice, type, ReduceOp::sum);
+    } else {
+      communicator_->reduce_scatter(grads, unit.slice, type);
+    }
+  }
+  communicator_->group_end();
+  communicator_->join();
+  if (sparse == nullptr) return;
+  // Rows that no rank touched are zero here, too.
+  sparse_rows_->set_capacity(sums.rows_per_owner);
+  sparse_rows_->sum(device_, sparse);
+}
+
+template <class T>
+void Optimizer<T>::spread_weights(uint32_t mask) {
+  communicator_->fork();
+  communicator_->group_start();
+  for (const ParameterUnit& unit : parameters_.sharding().units) {
+    if (unit.kind != ParameterUnit::Kind::replicated && due(unit, mask))
+      communicator_->all_gather(parameters_.values() + unit.offset, unit.slice, comm_type<T>());
+  }
+  communicator_->group_end();
+  communicator_->join();
+}
+
+template <class T>
+void Optimizer<T>::update(uint32_t mask, const GradientSums& sums) {
+  const kernels::GradVerdict<T> verdict{.verdict = verdict_,
+                                        .sums = sums_,
+                                        .scratch = sums_scratch_,
+                                        .grads = parameters_.grads(),
+                                        .segments = segments_,
+                                        .num_segments = parameters_.size(),
+                                        .grad_clip = grad_clip_,
+                                        .groups = mask};
+  if (communicator_ != nullptr) sum_gradients(mask, sums);
+  kernels::grad_sums(verdict, device_.template exec<T>());
+  if (communicator_ != nullptr) {
+    communicator_->fork();
+    communicator_->all_reduce(sums_, parameters_.size(), CommType::f64, ReduceOp::sum);
+    communicator_->join();
+  }
+  kernels::grad_verdict(verdict, device_.template exec<T>());
+  update_muon(mask);
+  update_adam(mask);
+  zero_gradients(mask);
+  if (communicator_ != nullptr) spread_weights(mask);
+}
+
+template <class T>
+void Optimizer<T>::update_muon(uint32_t mask) {
   for (const MuonBatch& batch : muon_) {
-    if (!due(batch.group)) continue;
+    if (!is_due(mask, batch.group) || batch.host.empty()) continue;
     kernels::muon_update(
         kernels::Muon<T>{.matrices = batch.device,
                          .coefficients = coefficients_.data(),
@@ -188,38 +329,54 @@ void Optimizer<T>::update(uint32_t mask) {
                          .eps = config_.muon.eps,
                          .form = batch.kind == OptimizerKind::normuon ? kernels::MuonForm::normuon : kernels::MuonForm::muon,
                          .beta2 = config_.muon.beta2},
-        exec);
+        device_.template exec<T>());
   }
+}
+
+template <class T>
+void Optimizer<T>::update_adam(uint32_t mask) {
   for (const AdamTensor& tensor : adam_) {
     const ParameterSpec& spec = parameters_.spec(tensor.parameter);
+    const ParameterRange own = parameters_.own(tensor.parameter);
     const int group_index = static_cast<int>(spec.group);
-    if (!due(group_index)) continue;
+    if (!is_due(mask, group_index) || own.count == 0) continue;
     const Config::Group& group = group_config(config_, spec.group);
+    kernels::WeightRef<T> weight = parameters_.weight(tensor.parameter);
+    weight.value += own.begin;
+    if (weight.low != nullptr) weight.low += own.begin;
     kernels::adamw_update(
-        kernels::AdamW<T>{.weight = parameters_.weight(tensor.parameter),
+        kernels::AdamW<T>{.weight = weight,
                           .m = tensor.m,
                           .v = tensor.v,
                           .bf16_state = group.state == StateDType::bf16,
-                          .grad = parameters_.grad(tensor.parameter),
+                          .grad = parameters_.grad(tensor.parameter) + own.begin,
                           .step = &inputs_->adam[group_index],
                           .verdict = verdict_,
-                          .n = spec.count(),
+                          .n = own.count,
                           .beta1 = group.beta1,
                           .beta2 = group.beta2,
                           .eps = group.eps,
                           .form = group.optimizer == OptimizerKind::adam ? kernels::AdamForm::cautious : kernels::AdamForm::adamw,
                           .decays = spec.decay},
-        exec);
+        device_.template exec<T>());
   }
+}
+
+template <class T>
+void Optimizer<T>::zero_gradients(uint32_t mask) {
+  const auto zero = [&](int64_t from, int64_t to) {
+    device_.zero(parameters_.grads() + from, static_cast<size_t>(to - from) * sizeof(Acc<T>));
+  };
+  for (const ParameterUnit& unit : parameters_.sharding().units) {
+    const int64_t slices = unit.kind == ParameterUnit::Kind::replicated ? 1 : parameters_.sharding().world;
+    if (due(unit, mask)) zero(unit.offset, unit.offset + slices * unit.slice);
+  }
+  if (!parameters_.sharding().units.empty()) return;
   // Neighbouring parameters that are done with their gradients are zeroed in one go.
   for (int p = 0; p < parameters_.size();) {
     int end = p;
-    while (end < parameters_.size() && due(static_cast<int>(parameters_.spec(end).group))) ++end;
-    if (end > p) {
-      const int64_t from = parameters_.offset(p),
-                    to = end < parameters_.size() ? parameters_.offset(end) : parameters_.buffer_count();
-      device_.zero(parameters_.grads() + from, static_cast<size_t>(to - from) * sizeof(Acc<T>));
-    }
+    while (end < parameters_.size() && is_due(mask, static_cast<int>(parameters_.spec(end).group))) ++end;
+    if (end > p) zero(parameters_.offset(p), end < parameters_.size() ? parameters_.offset(end) : parameters_.buffer_count());
     p = std::max(end, p + 1);
   }
 }
@@ -237,34 +394,44 @@ void Optimizer<T>::split_embedding() {
   const AdamTensor &from = adam_tensor("head.weight"), &to = adam_tensor("wte");
   const kernels::WeightRef<T> head = parameters_.weight(from.parameter), embedding = parameters_.weight(to.parameter);
   const int64_t n = parameters_.spec(from.parameter).count();
+  const ParameterRange own = parameters_.own(from.parameter), own_to = parameters_.own(to.parameter);
+  require(own.begin == own_to.begin && own.count == own_to.count, "internal: wte and head.weight are divided in different ways");
   require(parameters_.spec(to.parameter).count() == n && to.dtype == from.dtype && embedding.split == head.split,
           "internal: wte and head.weight differ in size, state or master");
   const auto count = static_cast<size_t>(n);
   device_.copy(embedding.value, head.value, count * sizeof(T));
   if (head.low != nullptr) device_.copy(embedding.low, head.low, count * sizeof(uint16_t));
-  device_.copy(to.m, from.m, count * dtype_size(from.dtype));
-  device_.copy(to.v, from.v, count * dtype_size(from.dtype));
+  const size_t state_bytes = static_cast<size_t>(own.count) * dtype_size(from.dtype);
+  device_.copy(to.m, from.m, state_bytes);
+  device_.copy(to.v, from.v, state_bytes);
 }
 
 template <class T>
 std::vector<StateTensor> Optimizer<T>::state() {
   std::vector<StateTensor> tensors;
+  const auto add = [&](const char* kind, int p, DType dtype, void* data, ParameterRange range, int64_t whole_count) {
+    const StateTensor::Held held = parameters_.replicated(p) ? StateTensor::Held::whole : StateTensor::Held::part;
+    tensors.push_back({kind + parameters_.spec(p).name, dtype, data, range.count, held, range.begin, whole_count});
+  };
   for (const AdamTensor& tensor : adam_) {
-    const ParameterSpec& spec = parameters_.spec(tensor.parameter);
-    tensors.push_back({"adam.m/" + spec.name, tensor.dtype, tensor.m, spec.count()});
-    tensors.push_back({"adam.v/" + spec.name, tensor.dtype, tensor.v, spec.count()});
+    const int p = tensor.parameter;
+    add("adam.m/", p, tensor.dtype, tensor.m, parameters_.own(p), parameters_.spec(p).count());
+    add("adam.v/", p, tensor.dtype, tensor.v, parameters_.own(p), parameters_.spec(p).count());
   }
   for (const MuonParameter& owner : muon_parameters_) {
-    const ParameterSpec& spec = parameters_.spec(owner.parameter);
-    tensors.push_back({"muon.momentum/" + spec.name, DTypeOf<Acc<T>>::value, owner.momentum, spec.count()});
-    if (owner.second != nullptr)
-      tensors.push_back({"normuon.second/" + spec.name, DTypeOf<Acc<T>>::value, owner.second, second_count(spec)});
+    const int p = owner.parameter;
+    const ParameterSpec& spec = parameters_.spec(p);
+    constexpr DType dtype = DTypeOf<Acc<T>>::value;
+    add("muon.momentum/", p, dtype, owner.momentum, parameters_.own(p), spec.count());
+    if (owner.second != nullptr || group_config(config_, spec.group).optimizer == OptimizerKind::normuon)
+      add("normuon.second/", p, dtype, owner.second, second_range(p), spec.matrices * second_of_matrix(spec));
   }
-  // Groups that update every n-th step carry summed gradients from one step to the next.
+  // Groups that update every n-th step carry summed gradients from one step to the next, each rank those of its rows.
   for (int p = 0; p < parameters_.size(); ++p) {
     const ParameterSpec& spec = parameters_.spec(p);
-    if (!spec.frozen && group_config(config_, spec.group).every > 1)
-      tensors.push_back({"grad/" + spec.name, DTypeOf<Acc<T>>::value, parameters_.grad(p), spec.count()});
+    if (spec.frozen || group_config(config_, spec.group).every == 1) continue;
+    const StateTensor::Held held = communicator_ == nullptr ? StateTensor::Held::whole : StateTensor::Held::sum;
+    tensors.push_back({"grad/" + spec.name, DTypeOf<Acc<T>>::value, parameters_.grad(p), spec.count(), held, 0, spec.count()});
   }
   return tensors;
 }

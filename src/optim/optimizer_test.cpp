@@ -512,7 +512,8 @@ TYPED_TEST(OptimizerOf, StateCopiedToAnotherRunGoesOnWithTheSameBits) {
       run->update(step);
     }
   }
-  EXPECT_EQ(whole.parameters.hash(*whole.device), resumed.parameters.hash(*resumed.device));
+  for (int p = 0; p < whole.parameters.size(); ++p)
+    EXPECT_EQ(whole.parameters.read_master(*whole.device, p), resumed.parameters.read_master(*resumed.device, p)) << p;
 }
 
 TEST(Optimizer, MuonOnAVectorIsRefusedByName) {

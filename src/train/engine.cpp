@@ -1,10 +1,13 @@
 #include "src/train/engine.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <compare>
 #include <cstring>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "fmt/format.h"
 #include "kernels/gemm/gemm_cuda.h"
@@ -14,47 +17,16 @@
 #include "src/model/model.h"
 #include "src/model/parameter_table.h"
 #include "src/optim/optimizer.h"
+#include "src/optim/sharding.h"
+#include "src/train/collected_state.h"
+#include "src/train/engine_shapes.h"
+#include "src/train/touched_rows.h"
 
 namespace speedrun {
 namespace {
 
 // Staging buffers in flight: the host prepares this many micro-batches ahead of the device.
 constexpr size_t kStagingSlots = 4;
-// Steps whose results may be outstanding before the host waits for the oldest.
-constexpr size_t kResultSlots = 8;
-
-// Tokens whose logits are held at once: enough to fill the GPU (the product's rows), small against the activations.
-int64_t choose_logits_chunk(const Config& config, bool cuda, int64_t micro_batch) {
-  if (config.train.logits_chunk_tokens > 0) return std::min(config.train.logits_chunk_tokens, micro_batch);
-  return std::min<int64_t>(micro_batch, cuda ? 16384 : 1024);
-}
-
-// The largest part of a step of `batch` tokens that is made of whole rows, divides it and has at most `limit` tokens; at least a
-// row.
-int64_t micro_batch_of(int64_t batch, int64_t row, int64_t limit) {
-  const int64_t rows = batch / row;
-  for (int64_t part = rows; part > 1; --part) {
-    if (rows % part == 0 && part * row <= limit) return part * row;
-  }
-  return row;
-}
-
-ModelStage model_stage(const StageValues& stage) {
-  return {.window_short = stage.window_short,
-          .window_long = stage.window_long,
-          .attention_scale = stage.attention_scale,
-          .rotary_frequencies = stage.rotary_frequencies,
-          .loss_terms = stage.loss_terms,
-          .prefix_loss = stage.prefix_loss};
-}
-
-// Every stage of the schedule, then what the last validation uses.
-std::vector<ModelStage> model_stages(const Config& config) {
-  std::vector<ModelStage> stages;
-  for (const StageValues& stage : stages_of(config)) stages.push_back(model_stage(stage));
-  stages.push_back(model_stage(final_evaluation_stage(config)));
-  return stages;
-}
 
 template <class T>
 class EngineOf : public Engine {
@@ -65,12 +37,16 @@ class EngineOf : public Engine {
         device_(device),
         options_(options),
         steps_(num_steps(config)),
-        parameters_(parameter_table(config.model, config.optim), options.training),
-        optimizer_(config, device, parameters_) {
+        world_(options.control == nullptr ? 1 : options.control->size()),
+        rank_(options.control == nullptr ? 0 : options.control->rank()),
+        parameters_(parameter_table(config.model, config.optim), options.training,
+                    make_sharding(parameter_table(config.model, config.optim), config.optim, rank_, world_)),
+        optimizer_(config, device, parameters_, options.communicator),
+        collected_(device, options.control) {
     int64_t row = options.evaluation_row_tokens;
     if (options.training) {
       for (const StageValues& stage : stages_of(config)) {
-        micro_batches_.push_back({.tokens = micro_batch_of(stage.batch_tokens, stage.row_tokens, limit),
+        micro_batches_.push_back({.tokens = micro_batch_of(stage.batch_tokens / world_, stage.row_tokens, limit),
                                   .row_tokens = stage.row_tokens,
                                   .stage = static_cast<int>(micro_batches_.size())});
         max_tokens_ = std::max(max_tokens_, micro_batches_.back().tokens);
@@ -87,6 +63,7 @@ class EngineOf : public Engine {
                             .logits_chunk = choose_logits_chunk(config, device.is_cuda(), max_tokens_),
                             .training = options.training},
                            model_stages(config), device, parameters_);
+    if (options.training) allow_sparse_table();
     parameters_.plan(plan_);
     model_->plan(plan_);
     if (options.training) optimizer_.plan(plan_);
@@ -100,6 +77,7 @@ class EngineOf : public Engine {
     arena_.emplace(device_, plan_);
     model_->prepare();
     if (options_.training) optimizer_.prepare(inputs_, verdict_);
+    if (touched_) touched_->allocate();
     const auto n = static_cast<size_t>(max_tokens_);
     for (size_t i = 0; i < kStagingSlots; ++i)
       staging_.push_back({HostBuffer<int32_t>(device_, 3 * n), HostBuffer<StepInputs<T>>(device_, 1), device_.make_event()});
@@ -147,15 +125,18 @@ class EngineOf : public Engine {
 
   void submit_step(int step, const StepRows& rows) override {
     const StepValues values = schedule_at(config_, step);
-    submit_micro_batches(step, values, rows);
-    optimizer_graphs_.at(Optimizer<T>::update_mask(values))->launch();
+    GradientSums sums{.begun = begins_sums_in_backward(values)};
+    if (touched_) sums.rows_per_owner = touched_->submit(rows, values.stage, updates_bigram(values), optimizer_.touched_rows());
+    submit_micro_batches(step, values, rows, sums);
+    end_graph_->launch();
+    optimizer_graphs_.at({Optimizer<T>::update_mask(values), sums})->launch();
     if (values.split) split_graph_->launch();
     require(submitted_ - taken_ < kResultSlots, "internal: results of steps were not taken");
     Result& result = results_[submitted_ % kResultSlots];
     device_.copy_out(result.verdict.data(), verdict_, sizeof(kernels::StepVerdict));
     result.arrived->record();
     result.step = step;
-    result.tokens = rows.num_rows * rows.row_tokens;
+    result.tokens = world_ * rows.num_rows * rows.row_tokens;
     ++submitted_;
   }
 
@@ -169,6 +150,14 @@ class EngineOf : public Engine {
   std::optional<StepResult> wait_result() override {
     if (taken_ == submitted_) return std::nullopt;
     Result& result = results_[taken_ % kResultSlots];
+    // A transport that has failed would let a plain wait last for ever.
+    if (options_.communicator != nullptr) {
+      const OutsideWait waiting(*options_.control);
+      while (!result.arrived->done()) {
+        if (const std::string error = options_.communicator->error(); !error.empty()) throw Error(error);
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
     result.arrived->wait();
     ++taken_;
     const kernels::StepVerdict& verdict = result.verdict[0];
@@ -201,7 +190,7 @@ class EngineOf : public Engine {
     device_.copy_out(host.data(), evaluation_, sizeof(kernels::StepVerdict));
     device_.zero(evaluation_, sizeof(kernels::StepVerdict));
     device_.synchronize();
-    return host[0].loss_sum;
+    return options_.control == nullptr ? host[0].loss_sum : options_.control->sum(host[0].loss_sum);
   }
 
   std::vector<float> token_losses(const StepRows& rows) override {
@@ -241,8 +230,13 @@ class EngineOf : public Engine {
     std::vector<StateEntry> entries;
     for (int p = 0; p < parameters_.size(); ++p) {
       const ParameterSpec& spec = parameters_.spec(p);
+      const StateTensor::Held held = parameters_.replicated(p) ? StateTensor::Held::whole : StateTensor::Held::part;
       entries.push_back({std::string(kParameterPrefix) + spec.name, DTypeOf<Acc<T>>::value, spec.shape,
-                         [this, p] { return bytes_of(parameters_.read_master(device_, p)); },
+                         [this, p, held] {
+                           return collected_.whole(held, DTypeOf<Acc<T>>::value, [&] {
+                             return bytes_of(parameters_.read_master(device_, p, parameters_.own(p)));
+                           });
+                         },
                          [this, p](const std::vector<std::byte>& bytes) {
                            std::vector<Acc<T>> master(bytes.size() / sizeof(Acc<T>));
                            std::memcpy(master.data(), bytes.data(), bytes.size());
@@ -253,19 +247,14 @@ class EngineOf : public Engine {
     std::vector<StateTensor> tensors = optimizer_.state();
     for (const StateTensor& tensor : model_->state()) tensors.push_back(tensor);
     for (const StateTensor& tensor : tensors) {
-      const size_t size = static_cast<size_t>(tensor.count) * dtype_size(tensor.dtype);
+      const int64_t count = tensor.held == StateTensor::Held::part ? tensor.whole_count : tensor.count;
       entries.push_back({tensor.name,
                          tensor.dtype,
-                         {tensor.count},
-                         [this, tensor, size] {
-                           std::vector<std::byte> bytes(size);
-                           device_.copy_out(bytes.data(), tensor.data, size);
-                           device_.synchronize();
-                           return bytes;
-                         },
+                         {count},
+                         [this, tensor] { return collected_.whole(tensor); },
                          [this, tensor](const std::vector<std::byte>& bytes) {
-                           device_.copy_in(tensor.data, bytes.data(), bytes.size());
-                           device_.synchronize();
+                           collected_.write(tensor, bytes);
+                           if (touched_) touched_->forget();
                          }});
     }
     return entries;
@@ -273,7 +262,9 @@ class EngineOf : public Engine {
 
   std::vector<StateEntry> gradients(const StepRows& rows, double* loss) override {
     device_.zero(parameters_.grads(), static_cast<size_t>(parameters_.buffer_count()) * sizeof(Acc<T>));
-    submit_micro_batches(0, schedule_at(config_, 0), rows);
+    require(world_ == 1, "internal: gradients of several ranks");
+    submit_micro_batches(0, schedule_at(config_, 0), rows, {});
+    end_graph_->launch();
     HostBuffer<kernels::StepVerdict> host(device_, 1);
     device_.copy_out(host.data(), verdict_, sizeof(kernels::StepVerdict));
     device_.synchronize();
@@ -287,7 +278,15 @@ class EngineOf : public Engine {
     return entries;
   }
 
-  uint64_t weights_hash() override { return parameters_.hash(device_); }
+  uint64_t weights_hash() override {
+    uint64_t hash = 0;
+    for (const StateEntry& entry : state()) {
+      if (!entry.name.starts_with(kParameterPrefix)) continue;
+      const std::vector<std::byte> bytes = entry.read();
+      hash = hash_bytes(bytes.data(), bytes.size(), hash);
+    }
+    return hash;
+  }
 
   std::vector<std::string> notes() const override {
     std::vector<std::string> notes;
@@ -297,7 +296,13 @@ class EngineOf : public Engine {
         notes.push_back("matrix product not in the tuning table, heuristic's first answer: " + shape);
     }
 #endif
+    if (touched_) notes.push_back(touched_->note());
     return notes;
+  }
+
+  TableSums table_sums() const override {
+    if (!touched_) return {};
+    return {touched_->sparse_updates(), touched_->dense_updates()};
   }
 
  private:
@@ -327,12 +332,49 @@ class EngineOf : public Engine {
     device_.synchronize();
   }
 
-  // Which graph: stage of the model, and whether embedding and head are one.
+  // Which graph: stage of the model, whether embedding and head are one, and, where sums over the ranks begin in it, how (else as
+  // default).
   struct PassKey {
     int stage = 0;
     bool tied = false;
-    bool operator<(const PassKey& other) const { return std::pair(stage, tied) < std::pair(other.stage, other.tied); }
+    GradientSums sums = {};
+    auto operator<=>(const PassKey&) const = default;
   };
+  struct UpdateKey {
+    uint32_t mask;
+    GradientSums sums;
+    auto operator<=>(const UpdateKey&) const = default;
+  };
+
+  // Gradients are complete in the backward pass itself where a step is one micro-batch.
+  bool begins_sums_in_backward(const StepValues& values) const {
+    const int64_t tokens = micro_batches_[static_cast<size_t>(values.stage)].tokens;
+    return world_ > 1 && model_->announces() && tokens * world_ == values.batch_tokens &&
+           optimizer_.sums_tables(Optimizer<T>::update_mask(values));
+  }
+
+  static PassKey pass_key(const StepValues& values, const GradientSums& sums) {
+    return {values.stage, values.tied, sums.begun ? sums : GradientSums{}};
+  }
+
+  static bool updates_bigram(const StepValues& values) { return values.group(ParameterGroup::bigram).update; }
+
+  // The touched rows of the bigram table travel alone where they are fewer bytes.
+  void allow_sparse_table() {
+    const int table = parameters_.index("bigram.table");
+    if (!config_.dist.sparse_tables || table < 0 || !optimizer_.cut_by_rows(table)) return;
+    const ParameterSpec& spec = parameters_.spec(table);
+    const SparseRowsShape shape{.V = spec.shape[0], .C = static_cast<int>(spec.shape[1]), .ranks = world_};
+    std::vector<int64_t> capacities;
+    for (const StageValues& stage : stages_of(config_)) {
+      const int64_t tokens = stage.batch_tokens / world_ * config_.optim.bigram.every;
+      capacities.push_back(options_.touched_rows > 0 ? options_.touched_rows : touched_rows_capacity(shape, tokens));
+    }
+    const int64_t largest = *std::max_element(capacities.begin(), capacities.end());
+    if (largest == 0) return;
+    touched_.emplace(device_, *options_.control, shape.V, std::move(capacities));
+    optimizer_.allow_sparse(table, largest);
+  }
 
   std::string bad_tensor(int32_t index) const {
     if (index == -1) return "loss";
@@ -371,12 +413,17 @@ class EngineOf : public Engine {
     for (const bool exact : {false, true}) {
       begin_graphs_[exact] = captured([this, exact] { model_->begin_step(exact); });
     }
-    std::set<uint32_t> masks;
+    std::set<UpdateKey> updates;
     std::set<PassKey> keys;
     for (int step = 0; step < std::max(steps_, 1); ++step) {
       const StepValues values = schedule_at(config_, step);
-      masks.insert(Optimizer<T>::update_mask(values));
-      keys.insert({values.stage, values.tied});
+      std::vector<GradientSums> variants = {{.begun = begins_sums_in_backward(values)}};
+      if (touched_ && updates_bigram(values) && touched_->capacity(values.stage) > 0)
+        variants.push_back({.begun = variants[0].begun, .rows_per_owner = touched_->capacity(values.stage)});
+      for (const GradientSums& sums : variants) {
+        updates.insert({Optimizer<T>::update_mask(values), sums});
+        keys.insert(pass_key(values, sums));
+      }
       if (values.split && !split_graph_) split_graph_ = captured([this] { optimizer_.split_embedding(); });
     }
     for (const PassKey& key : keys) {
@@ -384,23 +431,37 @@ class EngineOf : public Engine {
       pass.tied = key.tied;
       stage_padding(pass);
       model_->set_pass(pass);
-      micro_batch_graphs_[key] = captured([this, tokens = pass.tokens] {
+      micro_batch_graphs_[key] = captured([this, pass, sums = key.sums] {
+        if (sums.begun) model_->set_listener([this, sums](const Acc<T>* grad) { optimizer_.begin_sum(grad, sums); });
         model_->forward_backward(&inputs_->grad_scale, &inputs_->loss_weights);
-        add_losses(verdict_, tokens);
+        add_losses(verdict_, pass.tokens);
+        model_->set_listener(nullptr);
+        if (sums.begun) options_.communicator->join();
       });
     }
-    end_graph_ = captured([this] { model_->end_step(verdict_); });
-    for (const uint32_t mask : masks) optimizer_graphs_[mask] = captured([this, mask] { optimizer_.update(mask); });
+    end_graph_ = captured([this] {
+      share_maxima();
+      model_->end_step(verdict_);
+    });
+    for (const UpdateKey& key : updates) optimizer_graphs_[key] = captured([this, key] { optimizer_.update(key.mask, key.sums); });
     optimizer_.reset_state();
     model_->reset_state();
+  }
+
+  void share_maxima() {
+    const auto [words, count] = model_->maxima();
+    if (world_ == 1 || count == 0) return;
+    options_.communicator->fork();
+    options_.communicator->all_reduce(words, count, CommType::u32, ReduceOp::max);
+    options_.communicator->join();
   }
 
   void add_losses(kernels::StepVerdict* verdict, int64_t count) {
     kernels::loss_sum(kernels::LossSum<T>{.verdict = verdict, .loss = model_->losses(), .N = count}, device_.template exec<T>());
   }
 
-  // Forward and backward over all rows of a step: gradients and the loss sum are complete when the queue has passed.
-  void submit_micro_batches(int step, const StepValues& values, const StepRows& rows) {
+  // Forward and backward over this rank's rows of a step: what end_step completes.
+  void submit_micro_batches(int step, const StepValues& values, const StepRows& rows, const GradientSums& sums) {
     ModelPass pass = micro_batches_[static_cast<size_t>(values.stage)];
     pass.tied = values.tied;
     const int64_t n = pass.tokens, total = rows.num_rows * rows.row_tokens;
@@ -408,7 +469,7 @@ class EngineOf : public Engine {
             pass.row_tokens);
     require(total % n == 0, "internal: a step of ", total, " tokens is not made of micro-batches of ", n);
     model_->set_pass(pass);  // graphs hold it already; the CPU looks
-    Graph& graph = *micro_batch_graphs_.at({values.stage, values.tied});
+    Graph& graph = *micro_batch_graphs_.at(pass_key(values, sums));
     device_.zero(&verdict_->loss_sum, sizeof(double));
     derive_graph_->launch();
     begin_graphs_.at(step < config_.fp8.down_weight_exact_steps)->launch();
@@ -421,7 +482,6 @@ class EngineOf : public Engine {
       slot.sent->record();
       graph.launch();
     }
-    end_graph_->launch();
     counted_tokens_ += total;
     ++counted_steps_;
   }
@@ -455,10 +515,13 @@ class EngineOf : public Engine {
   Device& device_;
   EngineOptions options_;
   int steps_;
+  int world_, rank_;
   MemoryPlan plan_;
   Parameters<T> parameters_;
   std::unique_ptr<Model<T>> model_;
   Optimizer<T> optimizer_;
+  CollectedState collected_;
+  std::optional<TouchedRows> touched_;    // several ranks: of the bigram table, if its gradient may travel sparsely
   std::vector<ModelPass> micro_batches_;  // by stage
   int64_t max_tokens_ = 0, evaluation_tokens_ = 0;
   PassKey evaluation_now_;
@@ -472,27 +535,41 @@ class EngineOf : public Engine {
   std::unique_ptr<Graph> derive_graph_, end_graph_, split_graph_;
   std::map<bool, std::unique_ptr<Graph>> begin_graphs_;  // by `exact`
   std::map<PassKey, std::unique_ptr<Graph>> micro_batch_graphs_, evaluate_graphs_;
-  std::map<uint32_t, std::unique_ptr<Graph>> optimizer_graphs_;
+  std::map<UpdateKey, std::unique_ptr<Graph>> optimizer_graphs_;
 };
+
+// Every rank's free memory is a little different; all take rank 0's choice (and this waits until none looks at its memory any
+// more).
+int64_t agreed(Control& control, int64_t limit) {
+  std::vector<std::byte> bytes(sizeof(limit));
+  std::memcpy(bytes.data(), &limit, sizeof(limit));
+  control.gather({});
+  bytes = control.broadcast(std::move(bytes));
+  std::memcpy(&limit, bytes.data(), sizeof(limit));
+  return limit;
+}
 
 template <class T>
 std::unique_ptr<Engine> make_engine_of(const Config& config, Device& device, const EngineOptions& options) {
   const auto build = [&](int64_t limit) { return std::make_unique<EngineOf<T>>(config, device, options, limit); };
+  const int world = options.control == nullptr ? 1 : options.control->size();
   int64_t limit = options.micro_batch_tokens;
   if (limit == 0 && !device.is_cuda()) limit = 4096;  // a CPU gains nothing beyond its caches
   if (limit == 0) {
-    // The largest micro-batch, of all that divide a stage's step, that fits; else whatever is smallest.
+    // The largest micro-batch, of all that divide a rank's part of a stage's step, that fits; else whatever is smallest.
     std::set<int64_t, std::greater<>> sizes;
     for (const StageValues& stage : stages_of(config)) {
-      const int64_t rows = stage.batch_tokens / stage.row_tokens;
+      const int64_t rows = stage.batch_tokens / stage.row_tokens / world;
       for (int64_t part = 1; part <= rows; ++part)
         if (rows % part == 0) sizes.insert(part * stage.row_tokens);
     }
-    const auto budget = static_cast<size_t>(0.92 * static_cast<double>(device.memory().free_bytes));
+    const auto budget =
+        static_cast<size_t>(0.92 * static_cast<double>(device.memory().free_bytes) / std::max(config.dist.ranks_per_gpu, 1));
     for (const int64_t size : sizes) {
       limit = size;
       if (build(size)->memory_plan().total_bytes() <= budget) break;
     }
+    if (world > 1) limit = agreed(*options.control, limit);
   }
   std::unique_ptr<EngineOf<T>> engine = build(limit);
   engine->allocate();

@@ -14,6 +14,8 @@
 #include "src/core/device.h"
 #include "src/core/memory_plan.h"
 #include "src/data/reader.h"
+#include "src/dist/communicator.h"
+#include "src/dist/control.h"
 #include "src/model/model.h"
 #include "src/optim/schedule.h"
 
@@ -36,14 +38,25 @@ struct StateEntry {
   std::string name;  // "parameter/wte", "adam.m/wte", …
   DType dtype;
   std::vector<int64_t> shape;
-  std::function<std::vector<std::byte>()> read;              // synchronous
-  std::function<void(const std::vector<std::byte>&)> write;  // synchronous; the size has been checked
+  // All synchronous. read: with several ranks all of them call it, in the same order, and rank 0 has the answer, the others
+  // nothing. write: the whole tensor, on every rank; the size has been checked.
+  std::function<std::vector<std::byte>()> read;
+  std::function<void(const std::vector<std::byte>&)> write;
 };
 
 struct EngineOptions {
   int64_t micro_batch_tokens = 0;     // most tokens of one forward/backward; a row is never cut; 0: chosen here
   int64_t evaluation_row_tokens = 0;  // length of the rows that are evaluated
   bool training = true;               // false: evaluation and sampling alone
+  Control* control = nullptr;         // both null: one rank
+  Communicator* communicator = nullptr;
+  int64_t touched_rows = 0;  // tests: rows per owner of a sparse sum in every stage; 0: chosen here
+};
+
+// How often the bigram table's gradient was summed over the ranks, in stages where its touched rows alone may travel.
+struct TableSums {
+  int64_t sparse = 0;
+  int64_t dense = 0;  // more rows than the stage's capacity, or not known after a resume
 };
 
 class Engine {
@@ -63,7 +76,7 @@ class Engine {
   virtual bool wants_prefix_table() const = 0;
   virtual void set_prefix_table(const std::vector<int32_t>& prefix) = 0;
 
-  // One training step: enqueued, not waited for. rows are those of the step's stage.
+  // One training step: enqueued, not waited for. rows are this rank's, of the step's stage.
   virtual void submit_step(int step, const StepRows& rows) = 0;
   // Results in order. poll: the next one if it has arrived; wait: the next one that was submitted.
   virtual std::optional<StepResult> poll_result() = 0;
@@ -72,9 +85,9 @@ class Engine {
   // Before the calls below, and again after every change of the weights: windows and shared matrices are those of a model after
   // `completed` steps.
   virtual void begin_evaluation(int completed) = 0;
-  // Loss alone: adds the first `num_tokens` of the rows to a sum in double; any number of rows.
+  // Loss alone: adds the rows' losses to a sum in double; any number of rows.
   virtual void evaluate_rows(const StepRows& rows) = 0;
-  virtual double take_evaluation_sum() = 0;                           // synchronous; resets it
+  virtual double take_evaluation_sum() = 0;                           // over all ranks, synchronous; resets it
   virtual std::vector<float> token_losses(const StepRows& rows) = 0;  // synchronous, (rows, row_tokens)
   // Capped logits after the last of `tokens` (at most a row), synchronous.
   virtual std::vector<float> next_logits(const std::vector<int32_t>& tokens) = 0;
@@ -85,11 +98,17 @@ class Engine {
   virtual std::vector<StateEntry> state() = 0;
   // Gradients of one step's rows without an update, summed as the optimizer would see them; for comparisons with other programs.
   virtual std::vector<StateEntry> gradients(const StepRows& rows, double* loss) = 0;
-  virtual uint64_t weights_hash() = 0;
-  virtual std::vector<std::string> notes() const = 0;  // for the log, after warm_up: products without a tuned algorithm
+  virtual uint64_t weights_hash() = 0;  // of values and masters; on rank 0, as read of a state entry
+  virtual std::vector<std::string> notes()
+      const = 0;  // for the log, after warm_up: products without a tuned algorithm, sparse sums
+  virtual TableSums table_sums() const = 0;
 };
 
-// Plans memory (refusing what does not fit), allocates, binds. `config` is complete and valid.
+// Steps whose results may be outstanding before the host waits for the oldest: no rank is further ahead of another.
+inline constexpr size_t kResultSlots = 8;
+
+// Plans memory (refusing what does not fit), allocates, binds. `config` is complete and valid. With several ranks all of them call
+// it.
 std::unique_ptr<Engine> make_engine(const Config& config, Device& device, const EngineOptions& options);
 
 }  // namespace speedrun

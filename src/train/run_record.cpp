@@ -46,7 +46,7 @@ Json result_json(const Config& config, const RunRecord& record, const PhaseClock
   Json reached = nullptr;
   if (record.reached)
     reached = {{"step", record.reached->step}, {"clock_s", record.reached->clock_s}, {"val_loss", record.reached->loss}};
-  const double peak = device.peak_bf16_flops();
+  const double peak = device.peak_bf16_flops() * record.ranks;
   return {{"outcome", record.outcome},
           {"reached", record.reached.has_value()},
           {"target_loss", config.train.target_loss},
@@ -68,7 +68,7 @@ Json result_json(const Config& config, const RunRecord& record, const PhaseClock
           {"mfu", peak > 0 && seconds > 0 ? Json(record.flops / seconds / peak) : Json(nullptr)},
           {"joules", record.joules > 0 ? Json(record.joules) : Json(nullptr)},
           {"joules_per_token", record.joules > 0 && tokens > 0 ? Json(record.joules / tokens) : Json(nullptr)},
-          {"machine", {{"host", host_name()}, {"device", device.name()}}},
+          {"machine", {{"host", host_name()}, {"device", device.name()}, {"ranks", record.ranks}}},
           {"build",
            {{"version", build.version},
             {"commit", build.commit},

@@ -22,8 +22,9 @@ struct RunRecord {
   int64_t tokens = 0;
   std::optional<TargetReached> reached;
   std::optional<double> val_loss, train_loss;  // the last ones
-  double joules = 0;                           // of the training clock's time; 0: not measured
-  double flops = 0;                            // of the model, training alone
+  double joules = 0;                           // of the training clock's time, all ranks; 0: not measured
+  int ranks = 1;
+  double flops = 0;  // of the model, training alone
   int64_t parameters = 0;
   double first_step_s = 0;  // from the start of the process's work to the end of the first step
   std::string outcome;      // "finished", "stopped at target", "SIGINT", …

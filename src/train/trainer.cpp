@@ -4,6 +4,9 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -12,6 +15,9 @@
 #include "src/core/device.h"
 #include "src/data/prefix_table.h"
 #include "src/data/sufficiency.h"
+#include "src/dist/communicator.h"
+#include "src/dist/control.h"
+#include "src/dist/fault.h"
 #include "src/model/model_flops.h"
 #include "src/optim/schedule.h"
 #include "src/train/checkpoint.h"
@@ -23,6 +29,7 @@
 #include "src/train/run_folder.h"
 #include "src/train/run_record.h"
 #include "src/train/stop_signal.h"
+#include "src/train/timeline.h"
 #include "src/train/weights_file.h"
 
 namespace speedrun {
@@ -40,6 +47,14 @@ std::string rate(double tokens_per_s) {
   return fmt::format("{:.1f} k tok/s", tokens_per_s * 1e-3);
 }
 
+std::vector<std::byte> bytes_of(const std::string& text) {
+  std::vector<std::byte> bytes(text.size());
+  std::memcpy(bytes.data(), text.data(), text.size());
+  return bytes;
+}
+
+std::string text_of(const std::vector<std::byte>& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+
 // Tokens of steps first … end − 1.
 int64_t tokens_between(const Config& config, int first, int end) {
   int64_t tokens = 0;
@@ -50,7 +65,9 @@ int64_t tokens_between(const Config& config, int first, int end) {
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, Log& log) : options_(options), config_(options.config), log_(log) {}
+  // control: null with one rank
+  Trainer(const TrainOptions& options, Control* control, Log& log)
+      : options_(options), config_(options.config), control_(control), log_(log) {}
 
   int run();
 
@@ -58,6 +75,7 @@ class Trainer {
   void open_data();
   void build_engine();
   void start_or_resume();
+  std::optional<std::filesystem::path> newest_checkpoint();
   void check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint);
   void set_prefix_table();
   void loop();  // to the last step, the target, a signal or a failure
@@ -65,18 +83,28 @@ class Trainer {
   void take(const StepResult& result);
   void drain();
   void validate(int completed);
+  void write_metrics(nlohmann::ordered_json line);
   void report_fp8();
   void save(int completed);
   void enter(Phase phase);
   void announce();
+  void plan_timeline();
   void write_gradients();
   int finish();
 
+  bool is_root() const { return options_.world.rank == 0; }
+  double sum(double value) { return control_ == nullptr ? value : control_->sum(value); }
+  void fault(FaultPlace place, int64_t count) const { fault_point(place, count, options_.world.rank); }
+  bool stop_wanted(int step);  // after this step
+
   const TrainOptions& options_;
   Config config_;
+  Control* control_;  // null: one rank
   Log& log_;
   PhaseClock clock_;
   std::unique_ptr<Device> device_;
+  std::unique_ptr<Communicator> communicator_;
+  std::optional<Timeline> timeline_;
   std::unique_ptr<Reader> reader_;
   std::optional<ValidationReader> validation_;
   ShardList train_shards_, val_shards_;
@@ -86,7 +114,9 @@ class Trainer {
   RunRecord record_;
   StepRows rows_;
   int first_step_ = 0, completed_ = 0, steps_ = 0;
-  int saved_ = -1;  // completed updates of the newest checkpoint
+  int last_step_ = -1;  // several ranks: the step after which all stop; -1: nobody wants to
+  int saved_ = -1;      // completed updates of the newest checkpoint
+  int64_t checkpoints_ = 0;
   std::vector<StageValues> stages_;
   std::vector<double> flops_per_token_;  // by stage
   double flops_ = 0;                     // of the steps taken
@@ -126,17 +156,35 @@ void Trainer::open_data() {
 }
 
 void Trainer::build_engine() {
-  device_ = choose_device(config_, log_);
+  device_ = choose_device(config_, log_, options_.world);
+  if (control_ != nullptr) {
+    communicator_ = make_communicator(*control_, *device_, config_.dist.ranks_per_gpu > 1);
+    log_.line(fmt::format("ranks: {}", communicator_->describe()));
+    if (config_.dist.ranks_per_gpu > 1)
+      log_.warn(
+          fmt::format("{} ranks share a GPU (dist.ranks_per_gpu): a test, whose times mean nothing", config_.dist.ranks_per_gpu));
+    if (const std::string active = active_fault(); !active.empty()) log_.warn("a failure is ordered: SPEEDRUN_FAULT=" + active);
+    record_.ranks = control_->size();
+  }
+  if (!options_.timeline.file.empty()) {
+    // No rank is to record its wait for the others to begin.
+    std::function<void()> meet;
+    if (control_ != nullptr) meet = [this] { control_->barrier(); };
+    timeline_.emplace(options_.timeline, *device_, stages_, meet);
+  }
   engine_ = make_engine(config_, *device_,
                         {.micro_batch_tokens = config_.train.micro_batch_tokens,
                          .evaluation_row_tokens = eval_row_tokens(config_),
-                         .training = true});
+                         .training = true,
+                         .control = control_,
+                         .communicator = communicator_.get()});
   log_.line(fmt::format("model: {:.1f} M parameters", static_cast<double>(engine_->parameter_count()) * 1e-6));
   for (size_t i = 0; i < stages_.size(); ++i) {
     const StageValues& stage = stages_[i];
     const int64_t micro_batch = engine_->micro_batch_tokens(static_cast<int>(i));
-    log_.line(fmt::format("steps {} to {}: {} tokens a step in {} micro-batches of {} tokens", stage.begin, stage.end,
-                          stage.batch_tokens, stage.batch_tokens / micro_batch, micro_batch));
+    log_.line(fmt::format("steps {} to {}: {} tokens a step in {} micro-batches of {} tokens{}", stage.begin, stage.end,
+                          stage.batch_tokens, stage.batch_tokens / micro_batch / record_.ranks, micro_batch,
+                          record_.ranks > 1 ? fmt::format(" on each of {} ranks", record_.ranks) : std::string()));
   }
   log_.line("memory plan:\n" + engine_->memory_plan().table());
   record_.parameters = engine_->parameter_count();
@@ -171,7 +219,7 @@ void Trainer::start_or_resume() {
     if (!config_.train.init_weights.empty()) load_weights(config_.train.init_weights, engine_->state());
     return;
   }
-  const auto checkpoint = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
+  const auto checkpoint = newest_checkpoint();
   if (!checkpoint) throw InputError(folder_->path().string() + ": holds no good checkpoint to resume from; start the run anew");
   const CheckpointMeta meta = read_checkpoint_meta(*checkpoint);
   check_same_training(meta, *checkpoint);
@@ -197,8 +245,24 @@ void Trainer::start_or_resume() {
                         duration(clock_.seconds(Phase::training))));
 }
 
+// Rank 0 looks for all.
+std::optional<std::filesystem::path> Trainer::newest_checkpoint() {
+  std::string path;
+  if (is_root()) {
+    const auto found = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
+    if (found) path = found->string();
+  }
+  if (control_ != nullptr) path = text_of(control_->broadcast(bytes_of(path)));
+  if (path.empty()) return std::nullopt;
+  return path;
+}
+
+void Trainer::plan_timeline() {
+  timeline_->warmed_up(first_step_, [&](int step) { return eval_due(config_, step + 1) || checkpoint_due(config_, step + 1); });
+}
+
 void Trainer::submit(int step) {
-  reader_->next(step_shape(config_, step), 0, 1, rows_);
+  reader_->next(step_shape(config_, step), options_.world.rank, options_.world.size, rows_);
   const auto stage = static_cast<size_t>(schedule_at(config_, step).stage);
   // From the stage's first batch.
   if (flops_per_token_[stage] == 0) {
@@ -213,11 +277,12 @@ void Trainer::take(const StepResult& result) {
   if (!result.finite) {
     failure_ =
         fmt::format("step {}: {} is not finite; the weights were left as they were before it", result.step, result.bad_tensor);
-    metrics_->write(
+    write_metrics(
         {{"step", result.step}, {"loss", result.loss}, {"grad_norm", result.grad_norm}, {"bad_tensor", result.bad_tensor}});
     return;
   }
   completed_ = result.step + 1;
+  if (control_ != nullptr) control_->progress();
   const StepValues values = schedule_at(config_, result.step);
   tokens_done_ += values.batch_tokens;
   const double step_flops_per_token = flops_per_token_[static_cast<size_t>(values.stage)];
@@ -231,7 +296,7 @@ void Trainer::take(const StepResult& result) {
     speed_clock_ = clock;
     speed_tokens_ = tokens_done_;
   }
-  const double peak = device_->peak_bf16_flops();
+  const double peak = device_->peak_bf16_flops() * record_.ranks;
   const double mfu = peak > 0 ? tokens_per_s_ * step_flops_per_token / peak : 0;  // 0: unknown peak
   if (result.step % config_.train.log_every == 0) {
     nlohmann::ordered_json rates;
@@ -241,7 +306,7 @@ void Trainer::take(const StepResult& result) {
                                    {"lr", rates},         {"tokens", tokens_done_}, {"tokens_per_s", tokens_per_s_}};
     if (mfu > 0) line["mfu"] = mfu;
     line["clock_s"] = clock;
-    metrics_->write(std::move(line));
+    write_metrics(std::move(line));
   }
   const double wall = clock_.total();
   const bool last = completed_ == steps_;
@@ -251,6 +316,10 @@ void Trainer::take(const StepResult& result) {
   log_.progress(fmt::format("step {}/{}  loss {:.4f}  {}{}  clock {}  left {}", completed_, steps_, result.loss,
                             rate(tokens_per_s_), mfu > 0 ? fmt::format("  MFU {:.1f}%", mfu * 100) : std::string(), duration(clock),
                             duration(left)));
+}
+
+void Trainer::write_metrics(nlohmann::ordered_json line) {
+  if (metrics_) metrics_->write(std::move(line));
 }
 
 void Trainer::drain() {
@@ -263,12 +332,12 @@ void Trainer::drain() {
 
 void Trainer::validate(int completed) {
   enter(Phase::validation);
-  const double loss = evaluate(*engine_, *validation_, completed);
+  const double loss = evaluate(*engine_, *validation_, completed, control_);
   const double clock = clock_.seconds(Phase::training);
   record_.val_loss = loss;
   const bool hit = loss <= config_.train.target_loss;
   if (hit && !record_.reached) record_.reached = TargetReached{completed, clock, loss};
-  metrics_->write({{"step", completed}, {"val_loss", loss}, {"val_tokens", config_.eval.tokens}, {"clock_s", clock}});
+  write_metrics({{"step", completed}, {"val_loss", loss}, {"val_tokens", config_.eval.tokens}, {"clock_s", clock}});
   log_.line(fmt::format("step {}/{}  validation loss {:.4f} on {} tokens  clock {:.3f} s{}", completed, steps_, loss,
                         config_.eval.tokens, clock,
                         hit ? fmt::format("  (target {} reached)", config_.train.target_loss) : std::string()));
@@ -310,17 +379,26 @@ void Trainer::save(int completed) {
     meta.reached_clock_s = record_.reached->clock_s;
     meta.reached_loss = record_.reached->loss;
   }
-  meta.joules = record_.joules;
+  meta.joules = sum(record_.joules);
   meta.config = dump_config(config_);
   meta.shards_hash = fmt::format("{:016x}", train_shards_.hash);
+  if (!is_root()) {
+    for (const StateEntry& entry : engine_->state()) entry.read();  // rank 0 collects and writes
+    fault(FaultPlace::checkpoint, checkpoints_++);
+    control_->barrier();
+    saved_ = completed;
+    return;
+  }
   const std::filesystem::path path = checkpoint_path(folder_->path(), completed);
   try {
     write_checkpoint(path, meta, engine_->state());
   } catch (const Error& error) {
-    if (error.code() != ExitCode::non_finite) throw;
+    if (error.code() != ExitCode::non_finite || control_ != nullptr) throw;
     failure_ = error.what();
     return;
   }
+  fault(FaultPlace::checkpoint, checkpoints_++);
+  if (control_ != nullptr) control_->barrier();
   prune_checkpoints(folder_->path(), config_.checkpoint.keep);
   saved_ = completed;
   log_.line(fmt::format("checkpoint {}", path.string()));
@@ -333,15 +411,28 @@ void Trainer::set_prefix_table() {
   engine_->set_prefix_table(prefix_table(tokenizer, config_.model.padded_vocab_size()));
 }
 
+// A signal stops one rank after the step at hand, several after one that none of them is past.
+bool Trainer::stop_wanted(int step) {
+  if (control_ == nullptr) return StopSignal::received() != 0;
+  return last_step_ >= 0 && step >= last_step_;
+}
+
 void Trainer::loop() {
-  if (StopSignal::received() != 0) return;
+  if (control_ == nullptr && StopSignal::received() != 0) return;
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
   set_prefix_table();  // the clock runs: it is part of the training
   speed_clock_ = clock_.seconds(Phase::training);
   speed_tokens_ = tokens_done_;
   for (int step = first_step_; step < steps_; ++step) {
+    fault(FaultPlace::step, step);
+    if (control_ != nullptr) {
+      if (const int signal = StopSignal::received(); signal != 0) control_->request_stop(signal);
+      last_step_ = control_->stop_after(step, static_cast<int>(kResultSlots));
+    }
+    if (timeline_) timeline_->before_step(step);
     submit(step);
+    if (timeline_) timeline_->after_step(step);
     while (failure_.empty()) {
       const std::optional<StepResult> result = engine_->poll_result();
       if (!result) break;
@@ -350,10 +441,11 @@ void Trainer::loop() {
     if (!failure_.empty()) return;
     const int completed = step + 1;
     // A validation that is due is made even before a stop: a resumed run would not come by it again.
-    const bool stop = StopSignal::received() != 0;
+    const bool stop = stop_wanted(step);
     const bool evaluate_now = eval_due(config_, completed), save_now = checkpoint_due(config_, completed) || stop;
     if (!evaluate_now && !save_now) continue;
     drain();
+    if (timeline_) timeline_->interrupt();
     if (evaluate_now && failure_.empty()) {
       validate(completed);
       report_fp8();
@@ -368,7 +460,9 @@ void Trainer::loop() {
 
 int Trainer::finish() {
   enter(Phase::startup);
-  const int signal = StopSignal::received();
+  const int signal = control_ == nullptr ? StopSignal::received() : control_->stop_signal();
+  // After a failure the ranks may be at different places: no more calls that all have to make.
+  if (failure_.empty()) record_.joules = sum(record_.joules);
   record_.steps = completed_;
   record_.tokens = tokens_done_;
   record_.flops = flops_;
@@ -379,8 +473,7 @@ int Trainer::finish() {
   } else {
     record_.outcome = completed_ < steps_ ? "stopped at target" : "finished";
   }
-  const nlohmann::ordered_json result = result_json(config_, record_, clock_, *device_, train_shards_, val_shards_);
-  folder_->write_result(result);
+  if (is_root()) folder_->write_result(result_json(config_, record_, clock_, *device_, train_shards_, val_shards_));
   log_.line(
       fmt::format("clock {:.3f} s (start-up {:.1f} s, warm-up {:.1f} s, validation {:.1f} s, checkpoints {:.1f} s, total {:.1f} s)",
                   clock_.seconds(Phase::training), clock_.seconds(Phase::startup), clock_.seconds(Phase::warmup),
@@ -388,10 +481,14 @@ int Trainer::finish() {
   if (record_.joules > 0 && tokens_done_ > 0) {
     log_.line(fmt::format("{:.0f} J, {:.3f} mJ a token", record_.joules, record_.joules / static_cast<double>(tokens_done_) * 1e3));
   }
+  if (const TableSums sums = engine_->table_sums(); sums.sparse + sums.dense > 0)
+    log_.line(
+        fmt::format("bigram table: {} sums over the ranks of its touched rows alone, {} of the whole", sums.sparse, sums.dense));
   if (!failure_.empty()) {
-    const std::string newest =
-        saved_ >= 0 ? fmt::format("the newest good checkpoint is {}", checkpoint_path(folder_->path(), saved_).string())
-                    : "there is no checkpoint";
+    // A rank without the folder says the step; the others' lines are not shown anyway.
+    const std::string place =
+        folder_ ? checkpoint_path(folder_->path(), std::max(saved_, 0)).string() : fmt::format("that of step {}", saved_);
+    const std::string newest = saved_ >= 0 ? "the newest good checkpoint is " + place : "there is no checkpoint";
     throw Error(fmt::format("{}; {}", failure_, newest), ExitCode::non_finite);
   }
   if (record_.reached) {
@@ -400,7 +497,7 @@ int Trainer::finish() {
   } else {
     log_.line(fmt::format("target {} not reached", config_.train.target_loss));
   }
-  log_.line("run " + folder_->path().string());
+  if (folder_) log_.line("run " + folder_->path().string());
   return signal != 0 && completed_ < steps_ ? 128 + signal : 0;
 }
 
@@ -433,7 +530,8 @@ int Trainer::run() {
     return 0;
   }
   const bool keeps_run = options_.gradients_file.empty();
-  if (keeps_run) {
+  fault(FaultPlace::init, 0);
+  if (keeps_run && is_root()) {
     // Only now that data and memory suffice is there a run to leave a folder of.
     if (!folder_) folder_ = RunFolder::create(config_, options_.config_name);
     log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
@@ -443,16 +541,56 @@ int Trainer::run() {
     write_gradients();
     return 0;
   }
-  folder_->trim_metrics(first_step_);
-  folder_->write_config(config_);
-  metrics_.emplace(folder_->path() / "metrics.jsonl");
+  if (is_root()) {
+    folder_->trim_metrics(first_step_);
+    folder_->write_config(config_);
+    metrics_.emplace(folder_->path() / "metrics.jsonl");
+  }
   for (const std::string& text : engine_->notes()) log_.line(text);
+  if (timeline_) plan_timeline();
   loop();
+  if (timeline_ && failure_.empty()) {
+    std::vector<std::vector<std::byte>> of_ranks = {timeline_->packed()};
+    if (control_ != nullptr) of_ranks = control_->gather(of_ranks.front());
+    if (is_root()) write_timeline(options_.timeline.file, of_ranks, log_);
+  }
   return finish();
 }
 
 }  // namespace
 
-int train(const TrainOptions& options, Log& log) { return Trainer(options, log).run(); }
+void check_ranks(const Config& config, int ranks) {
+  for (const StageValues& stage : stages_of(config)) {
+    const int64_t rows = stage.batch_tokens / stage.row_tokens;
+    if (rows % ranks != 0)
+      throw InputError(fmt::format("{} ranks cannot share a step of {} rows ({} tokens a step, rows of {}): use a divisor of {}",
+                                   ranks, rows, stage.batch_tokens, stage.row_tokens, rows));
+  }
+}
+
+int train(const TrainOptions& options, Log& log) {
+  if (options.world.size == 1) return Trainer(options, nullptr, log).run();
+  check_ranks(options.config, options.world.size);
+  const Config::Dist& dist = options.config.dist;
+  const std::unique_ptr<Control> control =
+      make_control(options.world, {.connect_s = dist.connect_s, .heartbeat_s = dist.heartbeat_s, .progress_s = dist.progress_s});
+  Log silent(Log::Terminal::none);
+  const auto failed = [&](const std::string& what, ExitCode code) {
+    std::fflush(stdout);
+    control->fail(what, static_cast<int>(code));
+    // The cause has been printed once, by the rank that all report to. Nothing is torn down: the other ranks are gone.
+    std::_Exit(static_cast<int>(code));
+  };
+  // It outlives the exception: to tear it down could mean to wait for a collective that never ends.
+  Trainer trainer(options, control.get(), options.world.rank == 0 ? log : silent);
+  try {
+    return trainer.run();
+  } catch (const Error& error) {
+    failed(error.what(), error.code());
+  } catch (const std::exception& error) {
+    failed(error.what(), ExitCode::failure);
+  }
+  return static_cast<int>(ExitCode::failure);
+}
 
 }  // namespace speedrun

@@ -6,6 +6,8 @@
 
 #include "src/config/config.h"
 #include "src/core/log.h"
+#include "src/dist/world.h"
+#include "src/train/timeline.h"
 
 namespace speedrun {
 
@@ -14,11 +16,16 @@ struct TrainOptions {
   std::string config_name;                      // for the run's folder
   std::optional<std::filesystem::path> resume;  // a run's folder: go on from its newest good checkpoint
   bool dry_run = false;                         // check data and memory, then stop
+  World world = {};                             // the ranks of the run, and which this process is
   std::string gradients_file;                   // write the first step's gradients (safetensors) and stop
+  TimelineOptions timeline = {};
 };
 
+// Throws InputError, one line, if so many ranks cannot share the config's steps.
+void check_ranks(const Config& config, int ranks);
+
 // Returns the process's exit code: 0; 130 or 143 after SIGINT or SIGTERM (a checkpoint is written); 3 after a non-finite loss or
-// gradient.
+// gradient. With several ranks every rank's process calls it; rank 0 alone logs and writes, and if one of them fails all end.
 int train(const TrainOptions& options, Log& log);
 
 }  // namespace speedrun

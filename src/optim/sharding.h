@@ -1,0 +1,16 @@
+#pragma once
+// Which parameters travel together between ranks, and what each rank updates (src/core/sharding.h).
+#include <vector>
+
+#include "src/config/config.h"
+#include "src/core/parameter.h"
+#include "src/core/sharding.h"
+
+namespace speedrun {
+
+// Matrices under Muon: one unit for each shape, whole matrices to a rank, as Newton-Schulz needs them. Tables under Adam: one unit
+// each, cut by elements. Everything small: one unit for each interval of updates (optim.*.every), summed everywhere and updated by
+// every rank, because a collective of a few kilobytes costs as much as the update. With one rank: no units.
+Sharding make_sharding(const std::vector<ParameterSpec>& specs, const Config::Optim& config, int rank, int world);
+
+}  // namespace speedrun

@@ -239,7 +239,7 @@ void Trainer::start_or_resume() {
   }
   if (meta.has_val_loss) record_.val_loss = meta.last_val_loss;
   if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
-  record_.joules = meta.joules;
+  record_.joules = is_root() ? meta.joules : 0;  // those of all ranks
   tokens_done_ = tokens_between(config_, 0, meta.step);
   log_.line(fmt::format("resumed from {} after {} steps, clock {}", checkpoint->string(), meta.step,
                         duration(clock_.seconds(Phase::training))));

@@ -39,15 +39,6 @@ inline ::testing::AssertionResult run_ranks(int ranks, double limit_s, const std
 }
 
 template <class T>
-constexpr CommType comm_type() {
-  if constexpr (std::is_same_v<T, float>) return CommType::f32;
-  if constexpr (std::is_same_v<T, double>) return CommType::f64;
-  if constexpr (std::is_same_v<T, bf16>) return CommType::bf16;
-  if constexpr (std::is_same_v<T, uint32_t>) return CommType::u32;
-  if constexpr (std::is_same_v<T, uint8_t>) return CommType::bytes;
-}
-
-template <class T>
 class DeviceVector {
  public:
   DeviceVector(Device& device, const std::vector<T>& values)

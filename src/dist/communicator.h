@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "src/core/device.h"
 #include "src/dist/control.h"
@@ -13,7 +14,16 @@ namespace speedrun {
 
 enum class ReduceOp { sum, max };                    // sum: f32, f64, bf16; max: u32
 enum class CommType { f32, f64, bf16, u32, bytes };  // u32 and bytes are not summed
-size_t comm_type_size(CommType type);                // bytes of one element
+
+template <class T>
+constexpr CommType comm_type() {
+  if constexpr (std::is_same_v<T, float>) return CommType::f32;
+  if constexpr (std::is_same_v<T, double>) return CommType::f64;
+  if constexpr (std::is_same_v<T, bf16>) return CommType::bf16;
+  if constexpr (std::is_same_v<T, uint32_t>) return CommType::u32;
+  if constexpr (std::is_same_v<T, uint8_t>) return CommType::bytes;
+}
+size_t comm_type_size(CommType type);  // bytes of one element
 const char* comm_type_name(CommType type);
 
 // A call that no rank could mean (an operation outside fork() … join(), a sum of u32) throws Error on every device and for any

@@ -1,7 +1,6 @@
 #include "src/dist/control.h"
 
-#include <cstring>
-
+#include "src/dist/message.h"
 #include "src/dist/network_control.h"
 
 namespace speedrun {
@@ -35,19 +34,10 @@ class SoloControl final : public Control {
 }  // namespace
 
 double Control::sum(double value) {
-  Bytes bytes(sizeof value);
-  std::memcpy(bytes.data(), &value, sizeof value);
-  const std::vector<Bytes> all = gather(bytes);
   double total = 0;
-  for (const Bytes& each : all) {
-    double term;
-    std::memcpy(&term, each.data(), sizeof term);
-    total += term;
-  }
-  std::memcpy(bytes.data(), &total, sizeof total);
-  bytes = broadcast(std::move(bytes));
-  std::memcpy(&total, bytes.data(), sizeof total);
-  return total;
+  for (const Bytes& each : gather(MessageWriter().number(value).take())) total += MessageReader(each).number<double>();
+  const Bytes everybodys = broadcast(MessageWriter().number(total).take());
+  return MessageReader(everybodys).number<double>();
 }
 
 bool Control::any(bool value) { return sum(value ? 1 : 0) != 0; }

@@ -71,6 +71,16 @@ void expect_cause(const std::string& errors, int rank, const std::string& cause)
   EXPECT_NE(lines[0].find(cause), std::string::npos) << errors;
 }
 
+// Of several runs of three ranks at once, the n-th is ended by rank n.
+void expect_each_to_be_the_cause(std::list<TestRanks>& runs, const std::string& cause) {
+  int victim = 0;
+  for (TestRanks& ranks : runs) {
+    ASSERT_TRUE(ranks.wait(kLimitSeconds)) << ranks.errors();
+    for (int rank = 0; rank < 3; ++rank) EXPECT_NE(ranks.code(rank), 0) << "rank " << rank;
+    expect_cause(ranks.errors(), victim++, cause);
+  }
+}
+
 struct Scenario {
   Scenario(Death the_death, int the_victim, bool in_barrier) : death(the_death), victim(the_victim) {
     ranks = std::make_unique<TestRanks>(3, [=](const World& world) {
@@ -142,12 +152,7 @@ TEST(ControlFailure, AnyRankDiesBeforeAllHaveCome) {
       return 1;
     });
   }
-  int victim = 0;
-  for (TestRanks& ranks : runs) {
-    ASSERT_TRUE(ranks.wait(kLimitSeconds)) << ranks.errors();
-    for (int rank = 0; rank < 3; ++rank) EXPECT_NE(ranks.code(rank), 0) << "rank " << rank;
-    expect_cause(ranks.errors(), victim++, "its connection closed");
-  }
+  expect_each_to_be_the_cause(runs, "its connection closed");
 }
 
 // Its work is done, but it would never end.
@@ -311,12 +316,7 @@ TEST(ControlFailure, MainThreadWithoutProgress) {
       return 0;
     });
   }
-  int victim = 0;
-  for (TestRanks& ranks : runs) {
-    ASSERT_TRUE(ranks.wait(kLimitSeconds)) << ranks.errors();
-    for (int rank = 0; rank < 3; ++rank) EXPECT_NE(ranks.code(rank), 0) << "rank " << rank;
-    expect_cause(ranks.errors(), victim++, "no progress for 2 s");
-  }
+  expect_each_to_be_the_cause(runs, "no progress for 2 s");
 }
 
 TEST(ControlFailure, WaitOutsideForARankWithoutProgress) {

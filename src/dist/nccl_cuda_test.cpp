@@ -65,7 +65,7 @@ void check_type(Rank& r) {
   CollectiveChecks checks(r.communicator, r.device, Values::small_integers);
   for (const int64_t count : {1, 5, 1001, (1 << 19) + 3}) {
     checks.all_operations<T>(count, 10);
-    r.progress.done(std::string("all operations of ") + std::to_string(count) + " " + comm_type_name(testing::comm_type<T>()));
+    r.progress.done(std::string("all operations of ") + std::to_string(count) + " " + comm_type_name(comm_type<T>()));
   }
 }
 

@@ -1,7 +1,6 @@
 #include "src/dist/sparse_rows.h"
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 namespace speedrun {
@@ -71,9 +70,8 @@ template <class T>
 void SparseRows<T>::exchange(Communicator& communicator) {
   require(communicator.size() == shape_.ranks, "sparse rows: made for ", shape_.ranks, " ranks, exchanged between ",
           communicator.size());
-  const CommType type = std::is_same_v<Acc<T>, double> ? CommType::f64 : CommType::f32;
   communicator.all_to_all(send_index_, recv_index_, shape_.rows_per_owner, CommType::u32);
-  communicator.all_to_all(send_values_, recv_values_, shape_.rows_per_owner * shape_.C, type);
+  communicator.all_to_all(send_values_, recv_values_, shape_.rows_per_owner * shape_.C, comm_type<Acc<T>>());
 }
 
 template <class T>

@@ -15,12 +15,6 @@ int64_t matrix_elements(const ParameterSpec& spec) { return spec.count() / spec.
 // normuon: statistics of a matrix, along its longer side
 int64_t second_of_matrix(const ParameterSpec& spec) { return std::max(spec.shape[0] / spec.matrices, spec.shape[1]); }
 
-template <class T>
-constexpr CommType comm_type() {
-  if constexpr (std::is_same_v<T, bf16>) return CommType::bf16;
-  return std::is_same_v<T, double> ? CommType::f64 : CommType::f32;
-}
-
 bool is_due(uint32_t mask, int group) { return (mask >> group & 1u) != 0; }
 
 // d(objective) / d(loss of a token)

@@ -14,6 +14,7 @@
 #include "kernels/grad_stats/grad_stats.h"
 #include "src/core/file.h"
 #include "src/core/parameter.h"
+#include "src/dist/message.h"
 #include "src/model/model.h"
 #include "src/model/parameter_table.h"
 #include "src/optim/optimizer.h"
@@ -39,8 +40,7 @@ class EngineOf : public Engine {
         steps_(num_steps(config)),
         world_(options.control == nullptr ? 1 : options.control->size()),
         rank_(options.control == nullptr ? 0 : options.control->rank()),
-        parameters_(parameter_table(config.model, config.optim), options.training,
-                    make_sharding(parameter_table(config.model, config.optim), config.optim, rank_, world_)),
+        parameters_(make_parameters(config, options.training, rank_, world_)),
         optimizer_(config, device, parameters_, options.communicator),
         collected_(device, options.control) {
     int64_t row = options.evaluation_row_tokens;
@@ -318,6 +318,12 @@ class EngineOf : public Engine {
     int64_t tokens = 0;
   };
 
+  static Parameters<T> make_parameters(const Config& config, bool training, int rank, int world) {
+    std::vector<ParameterSpec> specs = parameter_table(config.model, config.optim);
+    Sharding sharding = make_sharding(specs, config.optim, rank, world);
+    return Parameters<T>(std::move(specs), training, std::move(sharding));
+  }
+
   static std::vector<std::byte> bytes_of(const std::vector<Acc<T>>& values) {
     std::vector<std::byte> bytes(values.size() * sizeof(Acc<T>));
     std::memcpy(bytes.data(), values.data(), bytes.size());
@@ -541,12 +547,9 @@ class EngineOf : public Engine {
 // Every rank's free memory is a little different; all take rank 0's choice (and this waits until none looks at its memory any
 // more).
 int64_t agreed(Control& control, int64_t limit) {
-  std::vector<std::byte> bytes(sizeof(limit));
-  std::memcpy(bytes.data(), &limit, sizeof(limit));
-  control.gather({});
-  bytes = control.broadcast(std::move(bytes));
-  std::memcpy(&limit, bytes.data(), sizeof(limit));
-  return limit;
+  control.barrier();
+  const Bytes chosen = control.broadcast(MessageWriter().number(limit).take());
+  return MessageReader(chosen).number<int64_t>();
 }
 
 template <class T>

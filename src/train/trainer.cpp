@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -18,6 +17,7 @@
 #include "src/dist/communicator.h"
 #include "src/dist/control.h"
 #include "src/dist/fault.h"
+#include "src/dist/message.h"
 #include "src/model/model_flops.h"
 #include "src/optim/schedule.h"
 #include "src/train/checkpoint.h"
@@ -47,14 +47,6 @@ std::string rate(double tokens_per_s) {
   return fmt::format("{:.1f} k tok/s", tokens_per_s * 1e-3);
 }
 
-std::vector<std::byte> bytes_of(const std::string& text) {
-  std::vector<std::byte> bytes(text.size());
-  std::memcpy(bytes.data(), text.data(), text.size());
-  return bytes;
-}
-
-std::string text_of(const std::vector<std::byte>& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
-
 // Tokens of steps first … end − 1.
 int64_t tokens_between(const Config& config, int first, int end) {
   int64_t tokens = 0;
@@ -65,9 +57,10 @@ int64_t tokens_between(const Config& config, int first, int end) {
 
 class Trainer {
  public:
-  // control: null with one rank
-  Trainer(const TrainOptions& options, Control* control, Log& log)
-      : options_(options), config_(options.config), control_(control), log_(log) {}
+  Trainer(const TrainOptions& options, Control& control, Log& log)
+      : options_(options), config_(options.config), control_(control), log_(log) {
+    record_.ranks = control.size();
+  }
 
   int run();
 
@@ -93,13 +86,13 @@ class Trainer {
   int finish();
 
   bool is_root() const { return options_.world.rank == 0; }
-  double sum(double value) { return control_ == nullptr ? value : control_->sum(value); }
+  bool has_several_ranks() const { return control_.size() > 1; }
   void fault(FaultPlace place, int64_t count) const { fault_point(place, count, options_.world.rank); }
   bool stop_wanted(int step);  // after this step
 
   const TrainOptions& options_;
   Config config_;
-  Control* control_;  // null: one rank
+  Control& control_;
   Log& log_;
   PhaseClock clock_;
   std::unique_ptr<Device> device_;
@@ -157,26 +150,21 @@ void Trainer::open_data() {
 
 void Trainer::build_engine() {
   device_ = choose_device(config_, log_, options_.world);
-  if (control_ != nullptr) {
-    communicator_ = make_communicator(*control_, *device_, config_.dist.ranks_per_gpu > 1);
+  if (has_several_ranks()) {
+    communicator_ = make_communicator(control_, *device_, config_.dist.ranks_per_gpu > 1);
     log_.line(fmt::format("ranks: {}", communicator_->describe()));
     if (config_.dist.ranks_per_gpu > 1)
       log_.warn(
           fmt::format("{} ranks share a GPU (dist.ranks_per_gpu): a test, whose times mean nothing", config_.dist.ranks_per_gpu));
     if (const std::string active = active_fault(); !active.empty()) log_.warn("a failure is ordered: SPEEDRUN_FAULT=" + active);
-    record_.ranks = control_->size();
   }
-  if (!options_.timeline.file.empty()) {
-    // No rank is to record its wait for the others to begin.
-    std::function<void()> meet;
-    if (control_ != nullptr) meet = [this] { control_->barrier(); };
-    timeline_.emplace(options_.timeline, *device_, stages_, meet);
-  }
+  // No rank is to record its wait for the others to begin.
+  if (!options_.timeline.file.empty()) timeline_.emplace(options_.timeline, *device_, stages_, [this] { control_.barrier(); });
   engine_ = make_engine(config_, *device_,
                         {.micro_batch_tokens = config_.train.micro_batch_tokens,
                          .evaluation_row_tokens = eval_row_tokens(config_),
                          .training = true,
-                         .control = control_,
+                         .control = has_several_ranks() ? &control_ : nullptr,
                          .communicator = communicator_.get()});
   log_.line(fmt::format("model: {:.1f} M parameters", static_cast<double>(engine_->parameter_count()) * 1e-6));
   for (size_t i = 0; i < stages_.size(); ++i) {
@@ -184,7 +172,7 @@ void Trainer::build_engine() {
     const int64_t micro_batch = engine_->micro_batch_tokens(static_cast<int>(i));
     log_.line(fmt::format("steps {} to {}: {} tokens a step in {} micro-batches of {} tokens{}", stage.begin, stage.end,
                           stage.batch_tokens, stage.batch_tokens / micro_batch / record_.ranks, micro_batch,
-                          record_.ranks > 1 ? fmt::format(" on each of {} ranks", record_.ranks) : std::string()));
+                          has_several_ranks() ? fmt::format(" on each of {} ranks", record_.ranks) : std::string()));
   }
   log_.line("memory plan:\n" + engine_->memory_plan().table());
   record_.parameters = engine_->parameter_count();
@@ -252,7 +240,8 @@ std::optional<std::filesystem::path> Trainer::newest_checkpoint() {
     const auto found = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
     if (found) path = found->string();
   }
-  if (control_ != nullptr) path = text_of(control_->broadcast(bytes_of(path)));
+  const Bytes found_by_root = control_.broadcast(MessageWriter().text(path).take());
+  path = MessageReader(found_by_root).text();
   if (path.empty()) return std::nullopt;
   return path;
 }
@@ -282,7 +271,7 @@ void Trainer::take(const StepResult& result) {
     return;
   }
   completed_ = result.step + 1;
-  if (control_ != nullptr) control_->progress();
+  control_.progress();
   const StepValues values = schedule_at(config_, result.step);
   tokens_done_ += values.batch_tokens;
   const double step_flops_per_token = flops_per_token_[static_cast<size_t>(values.stage)];
@@ -332,7 +321,7 @@ void Trainer::drain() {
 
 void Trainer::validate(int completed) {
   enter(Phase::validation);
-  const double loss = evaluate(*engine_, *validation_, completed, control_);
+  const double loss = evaluate(*engine_, *validation_, completed, &control_);
   const double clock = clock_.seconds(Phase::training);
   record_.val_loss = loss;
   const bool hit = loss <= config_.train.target_loss;
@@ -379,29 +368,27 @@ void Trainer::save(int completed) {
     meta.reached_clock_s = record_.reached->clock_s;
     meta.reached_loss = record_.reached->loss;
   }
-  meta.joules = sum(record_.joules);
+  meta.joules = control_.sum(record_.joules);
   meta.config = dump_config(config_);
   meta.shards_hash = fmt::format("{:016x}", train_shards_.hash);
+  const std::vector<StateEntry> state = engine_->state();
   if (!is_root()) {
-    for (const StateEntry& entry : engine_->state()) entry.read();  // rank 0 collects and writes
-    fault(FaultPlace::checkpoint, checkpoints_++);
-    control_->barrier();
-    saved_ = completed;
-    return;
-  }
-  const std::filesystem::path path = checkpoint_path(folder_->path(), completed);
-  try {
-    write_checkpoint(path, meta, engine_->state());
-  } catch (const Error& error) {
-    if (error.code() != ExitCode::non_finite || control_ != nullptr) throw;
-    failure_ = error.what();
-    return;
+    for (const StateEntry& entry : state) entry.read();  // rank 0 collects and writes
+  } else {
+    try {
+      write_checkpoint(checkpoint_path(folder_->path(), completed), meta, state);
+    } catch (const Error& error) {
+      if (error.code() != ExitCode::non_finite || has_several_ranks()) throw;
+      failure_ = error.what();
+      return;
+    }
   }
   fault(FaultPlace::checkpoint, checkpoints_++);
-  if (control_ != nullptr) control_->barrier();
-  prune_checkpoints(folder_->path(), config_.checkpoint.keep);
+  control_.barrier();
   saved_ = completed;
-  log_.line(fmt::format("checkpoint {}", path.string()));
+  if (!is_root()) return;
+  prune_checkpoints(folder_->path(), config_.checkpoint.keep);
+  log_.line(fmt::format("checkpoint {}", checkpoint_path(folder_->path(), completed).string()));
 }
 
 // Where the loss has a prefix term.
@@ -413,12 +400,12 @@ void Trainer::set_prefix_table() {
 
 // A signal stops one rank after the step at hand, several after one that none of them is past.
 bool Trainer::stop_wanted(int step) {
-  if (control_ == nullptr) return StopSignal::received() != 0;
+  if (!has_several_ranks()) return StopSignal::received() != 0;
   return last_step_ >= 0 && step >= last_step_;
 }
 
 void Trainer::loop() {
-  if (control_ == nullptr && StopSignal::received() != 0) return;
+  if (!has_several_ranks() && StopSignal::received() != 0) return;
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
   set_prefix_table();  // the clock runs: it is part of the training
@@ -426,9 +413,9 @@ void Trainer::loop() {
   speed_tokens_ = tokens_done_;
   for (int step = first_step_; step < steps_; ++step) {
     fault(FaultPlace::step, step);
-    if (control_ != nullptr) {
-      if (const int signal = StopSignal::received(); signal != 0) control_->request_stop(signal);
-      last_step_ = control_->stop_after(step, static_cast<int>(kResultSlots));
+    if (has_several_ranks()) {
+      if (const int signal = StopSignal::received(); signal != 0) control_.request_stop(signal);
+      last_step_ = control_.stop_after(step, static_cast<int>(kResultSlots));
     }
     if (timeline_) timeline_->before_step(step);
     submit(step);
@@ -460,9 +447,9 @@ void Trainer::loop() {
 
 int Trainer::finish() {
   enter(Phase::startup);
-  const int signal = control_ == nullptr ? StopSignal::received() : control_->stop_signal();
+  const int signal = has_several_ranks() ? control_.stop_signal() : StopSignal::received();
   // After a failure the ranks may be at different places: no more calls that all have to make.
-  if (failure_.empty()) record_.joules = sum(record_.joules);
+  if (failure_.empty()) record_.joules = control_.sum(record_.joules);
   record_.steps = completed_;
   record_.tokens = tokens_done_;
   record_.flops = flops_;
@@ -550,8 +537,7 @@ int Trainer::run() {
   if (timeline_) plan_timeline();
   loop();
   if (timeline_ && failure_.empty()) {
-    std::vector<std::vector<std::byte>> of_ranks = {timeline_->packed()};
-    if (control_ != nullptr) of_ranks = control_->gather(of_ranks.front());
+    const std::vector<Bytes> of_ranks = control_.gather(timeline_->packed());
     if (is_root()) write_timeline(options_.timeline.file, of_ranks, log_);
   }
   return finish();
@@ -569,11 +555,10 @@ void check_ranks(const Config& config, int ranks) {
 }
 
 int train(const TrainOptions& options, Log& log) {
-  if (options.world.size == 1) return Trainer(options, nullptr, log).run();
-  check_ranks(options.config, options.world.size);
   const Config::Dist& dist = options.config.dist;
   const std::unique_ptr<Control> control =
       make_control(options.world, {.connect_s = dist.connect_s, .heartbeat_s = dist.heartbeat_s, .progress_s = dist.progress_s});
+  if (options.world.size == 1) return Trainer(options, *control, log).run();
   Log silent(Log::Terminal::none);
   const auto failed = [&](const std::string& what, ExitCode code) {
     std::fflush(stdout);
@@ -582,7 +567,7 @@ int train(const TrainOptions& options, Log& log) {
     std::_Exit(static_cast<int>(code));
   };
   // It outlives the exception: to tear it down could mean to wait for a collective that never ends.
-  Trainer trainer(options, control.get(), options.world.rank == 0 ? log : silent);
+  Trainer trainer(options, *control, options.world.rank == 0 ? log : silent);
   try {
     return trainer.run();
   } catch (const Error& error) {

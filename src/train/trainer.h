@@ -25,7 +25,8 @@ struct TrainOptions {
 void check_ranks(const Config& config, int ranks);
 
 // Returns the process's exit code: 0; 130 or 143 after SIGINT or SIGTERM (a checkpoint is written); 3 after a non-finite loss or
-// gradient. With several ranks every rank's process calls it; rank 0 alone logs and writes, and if one of them fails all end.
+// gradient. With several ranks (which check_ranks has let pass) every rank's process calls it; rank 0 alone logs and writes, and if
+// one of them fails all end.
 int train(const TrainOptions& options, Log& log);
 
 }  // namespace speedrun

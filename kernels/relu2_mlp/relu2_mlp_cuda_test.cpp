@@ -6,10 +6,8 @@
 
 #include "kernels/gemm/fp8_product_ref.h"
 #include "kernels/relu2_mlp/relu2_activation.h"
-#include "kernels/relu2_mlp/relu2_mlp.h"
+#include "kernels/relu2_mlp/relu2_mlp_device_test.h"
 #include "kernels/relu2_mlp/relu2_up_sm90.h"
-#include "kernels/testing/cuda_test.h"
-#include "kernels/testing/fp8_check.h"
 #include "kernels/testing/product_ulp.h"
 
 namespace speedrun::kernels {
@@ -17,53 +15,6 @@ namespace {
 
 using testing::DeviceBuffer;
 using testing::Random;
-
-struct Config {
-  int64_t N;
-  int C, F;
-  bool up8 = false, down8 = false;
-  Fp8Scaling scaling = Fp8Scaling::delayed;
-  bool fused_up = false, count = false;
-};
-
-std::string name(const Config& c) {
-  std::string text = "N = " + std::to_string(c.N) + ", C = " + std::to_string(c.C) + ", F = " + std::to_string(c.F);
-  if (c.up8) text += ", FP8 up";
-  if (c.down8) text += ", FP8 down";
-  text += c.scaling == Fp8Scaling::fixed ? ", fixed" : c.scaling == Fp8Scaling::current ? ", current" : ", delayed";
-  return text + (c.fused_up ? ", fused" : "") + (c.count ? ", counted" : "");
-}
-
-// Weights in E4M3 from the reference's pass.
-struct Codes {
-  std::vector<e4m3> up, down_t;
-  Fp8Scale up_scale, down_scale;
-};
-
-struct Data {
-  std::vector<bf16> inp, dout, up, down, post;
-  std::vector<float> dup, ddown;
-  Codes codes;
-};
-
-Data make_data(const Config& c, Random& random) {
-  const int64_t weights = int64_t{c.C} * c.F;
-  Data data{.inp = random.normal_vector<bf16>(c.N * c.C),
-            .dout = random.normal_vector<bf16>(c.N * c.C, 1, 0.1),
-            .up = random.normal_vector<bf16>(weights, 1 / std::sqrt(c.C)),
-            .down = random.normal_vector<bf16>(weights, 1 / std::sqrt(c.F)),
-            .post = random.normal_vector<bf16>(c.N * c.F),
-            .dup = random.normal_vector<float>(weights),
-            .ddown = random.normal_vector<float>(weights),
-            .codes = {std::vector<e4m3>(static_cast<size_t>(weights)), std::vector<e4m3>(static_cast<size_t>(weights)), {}, {}}};
-  for (bf16& post : data.post) post = bf16(std::max(static_cast<float>(post), 0.0f));
-  const std::vector<float> up = testing::widen<float>(data.up), down = testing::widen<float>(data.down);
-  Codes& codes = data.codes;
-  const Fp8WeightItem<float> items[] = {{codes.up.data(), nullptr, up.data(), &codes.up_scale, c.F, c.C},
-                                        {nullptr, codes.down_t.data(), down.data(), &codes.down_scale, c.F, c.C}};
-  fp8_weights(Fp8Weights<float>{items, items, 2, Fp8Scaling::current, false, nullptr}, HostExec{});
-  return data;
-}
 
 // Of input and post as they start. Some values of post saturate.
 constexpr Fp8Scale kInpStart{.scale = 0.0625f, .amax = 0}, kPostStart{.scale = 0.0078125f, .amax = 0};
@@ -76,7 +27,7 @@ struct Forward {
 };
 
 template <class T>
-Forward<T> forward_reference(const Config& c, const Data& data, const HostExec& exec) {
+Forward<T> forward_reference(const Relu2MlpCase& c, const Relu2MlpData& data, const HostExec& exec) {
   const auto inp = testing::widen<T>(data.inp), up = testing::widen<T>(data.up), down = testing::widen<T>(data.down);
   Forward<T> result{.out = std::vector<T>(data.inp.size()),
                     .post = std::vector<T>(static_cast<size_t>(c.N * c.F)),
@@ -95,25 +46,6 @@ Forward<T> forward_reference(const Config& c, const Data& data, const HostExec& 
                   .count = c.count};
   relu2_mlp_forward(
       Relu2MlpForward<T>{result.out.data(), result.post.data(), inp.data(), up.data(), down.data(), fp8, c.N, c.C, c.F}, exec);
-  return result;
-}
-
-template <class T>
-struct Backward {
-  std::vector<T> dinp, dhidden, dup, ddown;
-};
-
-template <class T>
-Backward<T> backward_reference(const Config& c, const Data& data, const HostExec& exec) {
-  const auto inp = testing::widen<T>(data.inp), dout = testing::widen<T>(data.dout), up = testing::widen<T>(data.up),
-             down = testing::widen<T>(data.down), post = testing::widen<T>(data.post);
-  Backward<T> result{.dinp = std::vector<T>(data.inp.size()),
-                     .dhidden = std::vector<T>(data.post.size()),
-                     .dup = {data.dup.begin(), data.dup.end()},
-                     .ddown = {data.ddown.begin(), data.ddown.end()}};
-  relu2_mlp_backward(Relu2MlpBackward<T>{result.dinp.data(), result.dup.data(), result.ddown.data(), result.dhidden.data(),
-                                         dout.data(), inp.data(), post.data(), up.data(), down.data(), c.N, c.C, c.F},
-                     exec);
   return result;
 }
 
@@ -145,7 +77,7 @@ void expect_scale(const char* what, const Fp8Scale& got, const Fp8Scale& expecte
   EXPECT_EQ(got.flushed, expected.flushed) << what;
 }
 
-class Relu2MlpCudaTest : public testing::CudaTest {
+class Relu2MlpCudaTest : public Relu2MlpDeviceTest {
  protected:
   static std::vector<uint8_t> bytes(const std::vector<e4m3>& codes) {
     std::vector<uint8_t> result;
@@ -154,16 +86,16 @@ class Relu2MlpCudaTest : public testing::CudaTest {
   }
   static e4m3* codes(const DeviceBuffer<uint8_t>& buffer) { return reinterpret_cast<e4m3*>(buffer.get()); }
 
-  bool takes(const Config& c) const {
+  bool takes(const Relu2MlpCase& c) const {
     return c.up8 ? relu2_up_sm90_takes<e4m3>(c.C, c.F, exec()) : relu2_up_sm90_takes<bf16>(c.C, c.F, exec());
   }
 
-  void check_forward(const Config& c) {
+  void check_forward(const Relu2MlpCase& c) {
     if ((c.up8 || c.down8) && exec().compute_capability < 89)
       GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
     SCOPED_TRACE(name(c));
     Random random = testing::test_random();
-    const Data data = make_data(c, random);
+    const Relu2MlpData data = make_data(c, random);
     const auto inp = uploaded("inp", data.inp), up = uploaded("up", data.up), down = uploaded("down", data.down);
     const auto up8 = uploaded("up8", bytes(data.codes.up)), down8 = uploaded("down8", bytes(data.codes.down_t));
     const auto weight_scales = uploaded("weight scales", std::vector<Fp8Scale>{data.codes.up_scale, data.codes.down_scale});
@@ -228,51 +160,31 @@ class Relu2MlpCudaTest : public testing::CudaTest {
     EXPECT_TRUE(testing::within_rule(got_out, product, rounded)) << "down product";
   }
 
-  void check_backward(const Config& c) {
+  void check_backward(const Relu2MlpCase& c) {
     SCOPED_TRACE(name(c));
     Random random = testing::test_random();
-    const Data data = make_data(c, random);
-    const auto inp = uploaded("inp", data.inp), dout = uploaded("dout", data.dout), up = uploaded("up", data.up),
-               down = uploaded("down", data.down), post = uploaded("post", data.post);
-    auto dinp = poisoned<bf16>("dinp", c.N * c.C), dhidden = poisoned<bf16>("dhidden", c.N * c.F);
-    auto dup = uploaded("dup", data.dup), ddown = uploaded("ddown", data.ddown);
+    const Relu2MlpData data = make_data(c, random);
+    BackwardBuffers on_device(*this, c, data);
     const auto launch = [&](Launch how) {
-      dinp.poison();
-      dhidden.poison();
-      dup.upload(data.dup);
-      ddown.upload(data.ddown);
-      run(how, [&] {
-        relu2_mlp_backward({.dinp = dinp.get(),
-                            .dup_weight = dup.get(),
-                            .ddown_weight = ddown.get(),
-                            .dhidden = dhidden.get(),
-                            .dout = dout.get(),
-                            .inp = inp.get(),
-                            .post = post.get(),
-                            .up_weight = up.get(),
-                            .down_weight = down.get(),
-                            .N = c.N,
-                            .C = c.C,
-                            .F = c.F},
-                           exec());
-      });
+      on_device.reset(data);
+      run(how, [&] { relu2_mlp_backward(on_device.args(c), exec()); });
     };
     launch(Launch::direct);
-    const std::vector<bf16> got_dinp = dinp.download(), got_dhidden = dhidden.download();
-    const std::vector<float> got_dup = dup.download(), got_ddown = ddown.download();
+    const BackwardResults got = on_device.download();
     launch(Launch::captured);
+    const BackwardResults again = on_device.download();
     const auto truth = backward_reference<double>(c, data, truth_exec());
     const auto baseline = backward_reference<float>(c, data, baseline_exec());
-    const auto compare = [](const char* what, const auto& got, const auto& again, const auto& exact, const auto& rounded,
+    const auto compare = [](const char* what, const auto& first, const auto& second, const auto& exact, const auto& rounded,
                             auto ulp) {
-      EXPECT_TRUE(testing::same_bits(got, again)) << what;
-      EXPECT_TRUE(testing::within_rule(got, exact, rounded, ulp)) << what;
+      EXPECT_TRUE(testing::same_bits(first, second)) << what;
+      EXPECT_TRUE(testing::within_rule(first, exact, rounded, ulp)) << what;
     };
     const testing::Ulp stored = testing::Ulp::bf16, product = testing::product_ulp(c.N);
-    compare("dhidden", got_dhidden, dhidden.download(), truth.dhidden, baseline.dhidden, stored);
-    compare("dinp", got_dinp, dinp.download(), truth.dinp, baseline.dinp, stored);
-    compare("dup", got_dup, dup.download(), truth.dup, baseline.dup, product);
-    compare("ddown", got_ddown, ddown.download(), truth.ddown, baseline.ddown, product);
+    compare("dhidden", got.dhidden, again.dhidden, truth.dhidden, baseline.dhidden, stored);
+    compare("dinp", got.dinp, again.dinp, truth.dinp, baseline.dinp, stored);
+    compare("dup", got.dup, again.dup, truth.dup, baseline.dup, product);
+    compare("ddown", got.ddown, again.ddown, truth.ddown, baseline.ddown, product);
   }
 };
 
@@ -307,203 +219,13 @@ TEST_F(Relu2MlpCudaTest, ProductionWidths) {
   check_backward({.N = 1021, .C = 768, .F = 3072});
 }
 
-struct BackwardCase {
-  int64_t N;
-  int C, F;
-  bool input_grad = true, weight_grad = true;
-  Fp8Scaling scaling = Fp8Scaling::delayed;
-  Fp8Scaling activations = Fp8Scaling::fixed;  // of input and post
-  bool known = true;                           // the delayed scales are there
-  bool count = false;
-};
-
-std::string name(const BackwardCase& c) {
-  const auto of = [](Fp8Scaling scaling) {
-    return scaling == Fp8Scaling::fixed ? "fixed" : scaling == Fp8Scaling::current ? "current" : "delayed";
-  };
-  return "N = " + std::to_string(c.N) + ", C = " + std::to_string(c.C) + ", F = " + std::to_string(c.F) +
-         (c.input_grad ? ", FP8 input gradients" : "") + (c.weight_grad ? ", FP8 weight gradients" : "") + ", gradients " +
-         of(c.scaling) + ", activations " + of(c.activations) + (c.known ? "" : ", not known") + (c.count ? ", counted" : "");
-}
-
-class Relu2MlpFp8BackwardCudaTest : public Relu2MlpCudaTest {
- protected:
-  void check(const BackwardCase& c) {
-    if (exec().compute_capability < 89) GTEST_SKIP() << "this device has no FP8 products (compute capability below 8.9)";
-    SCOPED_TRACE(name(c));
-    Random random = testing::test_random();
-    Data data = make_data({.N = c.N, .C = c.C, .F = c.F}, random);
-    for (bf16& x : data.dout) x = bf16(1e-3f * static_cast<float>(x));
-    const int64_t weights = int64_t{c.C} * c.F;
-    std::vector<e4m3> up8_t(static_cast<size_t>(weights)), down8(up8_t.size());
-    std::vector<Fp8Scale> weight_scales(2);
-    const std::vector<float> up_values = testing::widen<float>(data.up), down_values = testing::widen<float>(data.down);
-    const Fp8WeightItem<float> items[] = {{nullptr, up8_t.data(), up_values.data(), &weight_scales[0], c.F, c.C},
-                                          {down8.data(), nullptr, down_values.data(), &weight_scales[1], c.F, c.C}};
-    fp8_weights(Fp8Weights<float>{items, items, 2, Fp8Scaling::current, false, nullptr}, HostExec{});
-
-    const auto inp = uploaded("inp", data.inp), dout = uploaded("dout", data.dout), up = uploaded("up", data.up),
-               down = uploaded("down", data.down), post = uploaded("post", data.post);
-    const auto device_up8_t = uploaded("up8_t", up8_t), device_down8 = uploaded("down8", down8);
-    const auto device_scales = uploaded("weight scales", weight_scales);
-    auto dinp = poisoned<bf16>("dinp", c.N * c.C), dhidden = poisoned<bf16>("dhidden", c.N * c.F);
-    auto dup = uploaded("dup", data.dup), ddown = uploaded("ddown", data.ddown);
-    const auto activation = [&](int columns, float scale) {
-      return testing::DeviceCopies<e4m3>(c.N, columns, false, c.weight_grad, c.activations, {.scale = c.known ? scale : 0}, 2,
-                                         c.count, exec().stream);
-    };
-    const auto gradient = [&](int columns, float scale) {
-      return testing::DeviceCopies<e5m2>(c.N, columns, c.input_grad, c.weight_grad, c.scaling, {.scale = c.known ? scale : 0}, 4,
-                                         c.count, exec().stream);
-    };
-    testing::DeviceCopies<e4m3> inp8 = activation(c.C, 0.007f), post8 = activation(c.F, 0.005f);
-    testing::DeviceCopies<e5m2> dout8 = gradient(c.C, 1e-7f), dpre8 = gradient(c.F, 3e-7f);
-    const Relu2MlpBackward<bf16> args{.dinp = dinp.get(),
-                                      .dup_weight = dup.get(),
-                                      .ddown_weight = ddown.get(),
-                                      .dhidden = dhidden.get(),
-                                      .dout = dout.get(),
-                                      .inp = inp.get(),
-                                      .post = post.get(),
-                                      .up_weight = up.get(),
-                                      .down_weight = down.get(),
-                                      .N = c.N,
-                                      .C = c.C,
-                                      .F = c.F,
-                                      .fp8 = {.up8_t = c.input_grad ? device_up8_t.get() : nullptr,
-                                              .up_scale = device_scales.get(),
-                                              .down8 = c.input_grad ? device_down8.get() : nullptr,
-                                              .down_scale = device_scales.get() + 1,
-                                              .inp = inp8.args(),
-                                              .post = post8.args(),
-                                              .dout = dout8.args(),
-                                              .dpre = dpre8.args()}};
-    const auto launch = [&](Launch how) {
-      dinp.poison();
-      dhidden.poison();
-      dup.upload(data.dup);
-      ddown.upload(data.ddown);
-      inp8.reset(), post8.reset(), dout8.reset(), dpre8.reset();
-      run(how, [&] { relu2_mlp_backward(args, exec()); });
-    };
-    launch(Launch::direct);
-    const std::vector<bf16> got_dinp = dinp.download(), got_dhidden = dhidden.download();
-    const std::vector<float> got_dup = dup.download(), got_ddown = ddown.download();
-    launch(Launch::captured);
-    EXPECT_TRUE(testing::same_bits(dinp.download(), got_dinp)) << "dinp, in a graph";
-    EXPECT_TRUE(testing::same_bits(dup.download(), got_dup)) << "dup, in a graph";
-    EXPECT_TRUE(testing::same_bits(ddown.download(), got_ddown)) << "ddown, in a graph";
-
-    // In one pass and with all of its readers in FP8, dhidden keeps the gradient of post.
-    const bool one_pass = c.scaling != Fp8Scaling::current && c.N % 16 == 0;
-    std::vector<bf16> dpre = got_dhidden;
-    if (one_pass && c.input_grad && c.weight_grad) {
-      for (size_t i = 0; i < dpre.size(); ++i)
-        dpre[i] = bf16(static_cast<float>(dpre[i]) * (2 * std::sqrt(static_cast<float>(data.post[i]))));
-    }
-    const HostExec host = truth_exec();
-    inp8.check("inp", data.inp, host);
-    post8.check("post", data.post, host);
-    dout8.check("dout", data.dout, host);
-    dpre8.check("dpre", dpre, host);
-    if (c.input_grad) {
-      if (one_pass && c.weight_grad) {
-        testing::expect_product("dpost", got_dhidden, dout8.codes(), dout8.scale().scale, down8, weight_scales[1].scale, c.N, c.F,
-                                c.C, host);
-      }
-      testing::expect_product("dinp", got_dinp, dpre8.codes(), dpre8.scale().scale, up8_t, weight_scales[0].scale, c.N, c.C, c.F,
-                              host);
-    }
-    if (c.weight_grad) {
-      testing::expect_weight_grad("ddown", got_ddown, data.ddown, post8.codes_t(), post8.scale().scale, dout8.codes_t(),
-                                  dout8.scale().scale, c.F, c.C, c.N, host);
-      testing::expect_weight_grad("dup", got_dup, data.dup, dpre8.codes_t(), dpre8.scale().scale, inp8.codes_t(),
-                                  inp8.scale().scale, c.F, c.C, c.N, host);
-    }
-    // The whole against the reference with the same FP8 operands.
-    const Backward<double> truth = backward_fp8<double>(c, data, args.fp8, up8_t, down8, weight_scales, truth_exec());
-    const Backward<float> baseline = backward_fp8<float>(c, data, args.fp8, up8_t, down8, weight_scales, baseline_exec());
-    EXPECT_TRUE(testing::within_rule(got_dinp, truth.dinp, baseline.dinp)) << "dinp";
-    constexpr testing::Ulp kFp8 = static_cast<testing::Ulp>(10);
-    EXPECT_TRUE(testing::within_rule(got_dup, truth.dup, baseline.dup, kFp8)) << "dup";
-    EXPECT_TRUE(testing::within_rule(got_ddown, truth.ddown, baseline.ddown, kFp8)) << "ddown";
-  }
-
-  template <class T>
-  static Backward<T> backward_fp8(const BackwardCase& c, const Data& data, const Relu2MlpBackwardFp8& device,
-                                  const std::vector<e4m3>& up8_t, const std::vector<e4m3>& down8,
-                                  const std::vector<Fp8Scale>& weight_scales, const HostExec& exec) {
-    const auto inp = testing::widen<T>(data.inp), dout = testing::widen<T>(data.dout), up = testing::widen<T>(data.up),
-               down = testing::widen<T>(data.down), post = testing::widen<T>(data.post);
-    Backward<T> result{.dinp = std::vector<T>(data.inp.size()),
-                       .dhidden = std::vector<T>(data.post.size()),
-                       .dup = {data.dup.begin(), data.dup.end()},
-                       .ddown = {data.ddown.begin(), data.ddown.end()}};
-    std::vector<e4m3> inp8_t(inp.size()), post8_t(post.size());
-    std::vector<e5m2> dout8(inp.size()), dout8_t(inp.size()), dpre8(post.size()), dpre8_t(post.size());
-    std::vector<Fp8Scale> scales(4);
-    const auto start = [&](int index, float scale) {
-      scales[static_cast<size_t>(index)].scale = c.known ? scale : 0;
-      return &scales[static_cast<size_t>(index)];
-    };
-    Relu2MlpBackwardFp8 fp8 = device;
-    if (c.input_grad)
-      fp8.up8_t = up8_t.data(), fp8.down8 = down8.data(), fp8.dout.codes = dout8.data(), fp8.dpre.codes = dpre8.data();
-    if (c.weight_grad) {
-      fp8.inp.codes_t = inp8_t.data(), fp8.post.codes_t = post8_t.data();
-      fp8.dout.codes_t = dout8_t.data(), fp8.dpre.codes_t = dpre8_t.data();
-    }
-    fp8.up_scale = &weight_scales[0], fp8.down_scale = &weight_scales[1];
-    fp8.inp.scale = start(0, 0.007f), fp8.post.scale = start(1, 0.005f);
-    fp8.dout.scale = start(2, 1e-7f), fp8.dpre.scale = start(3, 3e-7f);
-    relu2_mlp_backward(Relu2MlpBackward<T>{result.dinp.data(), result.dup.data(), result.ddown.data(), result.dhidden.data(),
-                                           dout.data(), inp.data(), post.data(), up.data(), down.data(), c.N, c.C, c.F, fp8},
-                       exec);
-    return result;
-  }
-};
-
-TEST_F(Relu2MlpFp8BackwardCudaTest, EveryChoice) {
-  for (const Fp8Scaling scaling : {Fp8Scaling::fixed, Fp8Scaling::current, Fp8Scaling::delayed}) {
-    for (const auto& [input_grad, weight_grad] : {std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
-      for (const Fp8Scaling activations : {Fp8Scaling::fixed, scaling}) {
-        check({.N = 272,
-               .C = 48,
-               .F = 144,
-               .input_grad = input_grad,
-               .weight_grad = weight_grad,
-               .scaling = scaling,
-               .activations = activations,
-               .count = activations == scaling});
-      }
-    }
-  }
-}
-
-TEST_F(Relu2MlpFp8BackwardCudaTest, ScalesThatAreNotKnownYet) {
-  for (const bool weight_grad : {false, true})
-    check({.N = 272, .C = 48, .F = 144, .weight_grad = weight_grad, .activations = Fp8Scaling::delayed, .known = false});
-}
-
-TEST_F(Relu2MlpFp8BackwardCudaTest, ShapesOfTiles) {
-  for (const int64_t N : {16, 112, 128, 1040}) {
-    for (const int F : {16, 64, 80}) check({.N = N, .C = 32, .F = F});
-  }
-  for (const int64_t N : {1, 7, 65}) check({.N = N, .C = 32, .F = 80, .weight_grad = false});
-}
-
-TEST_F(Relu2MlpFp8BackwardCudaTest, ProductionWidths) {
-  check({.N = 1040, .C = 768, .F = 3072});
-  check({.N = 1040, .C = 768, .F = 3072, .scaling = Fp8Scaling::current});
-}
-
 // Only on a device that has the kernel; its own test covers it beyond this.
 TEST_F(Relu2MlpCudaTest, FusedUpProduct) {
-  for (const Config& shape : {Config{.N = 1021, .C = 768, .F = 3072}, Config{.N = 37, .C = 128, .F = 256}}) {
+  for (const Relu2MlpCase& shape : {Relu2MlpCase{.N = 1021, .C = 768, .F = 3072}, Relu2MlpCase{.N = 37, .C = 128, .F = 256}}) {
     for (const bool up8 : {false, true}) {
       for (const bool down8 : {false, true}) {
         for (const Fp8Scaling scaling : {Fp8Scaling::fixed, Fp8Scaling::current, Fp8Scaling::delayed}) {
-          Config c = shape;
+          Relu2MlpCase c = shape;
           c.up8 = up8, c.down8 = down8, c.scaling = scaling, c.fused_up = true, c.count = scaling == Fp8Scaling::delayed;
           if (!takes(c)) GTEST_SKIP() << "the fused kernel does not run on this device";
           check_forward(c);

@@ -87,6 +87,7 @@ void bench_attention(const BenchOptions& options, std::ostream& out);
 void bench_bigram(const BenchOptions& options, std::ostream& out);
 void bench_dc_attention(const BenchOptions& options, std::ostream& out);
 void bench_embedding(const BenchOptions& options, std::ostream& out);
+void bench_extrapolation(const BenchOptions& options, std::ostream& out);
 void bench_fp8(const BenchOptions& options, std::ostream& out);
 void bench_gate_net(const BenchOptions& options, std::ostream& out);
 void bench_gemm(const BenchOptions& options, std::ostream& out);

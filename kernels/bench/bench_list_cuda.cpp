@@ -9,6 +9,7 @@ std::span<const Bench> benches() {
       {"bigram", "hashed bigram embedding with signs, forward and backward", bench_bigram},
       {"dc_attention", "dynamically composable attention, forward and backward", bench_dc_attention},
       {"embedding", "token embedding, forward and backward", bench_embedding},
+      {"extrapolation", "weight extrapolation: snapshots, their sums, the jump", bench_extrapolation},
       {"fp8", "FP8 copies of weights and activations", bench_fp8},
       {"gate_net", "nets that make coefficients per token, forward and backward", bench_gate_net},
       {"gemm", "matrix products of the projections; --tune searches algorithms", bench_gemm},

@@ -32,6 +32,11 @@ enum class MasterKind { nearest, truncated, none };
 enum class StateDType { f32, bf16 };
 enum class DeviceChoice { automatic, cpu, cuda };
 enum class WindowKind { full, short_window, long_window };
+// Weight extrapolation (kernels/extrapolation/extrapolation.h). rre to linear jump from a history of snapshots; ema and average are
+// averages of the weights.
+enum class ExtrapolationKind { none, rre, rre_suffix, mpe, anderson, linear, ema, average };
+enum class ExtrapolationApply { weights, readout };  // readout: validations alone see the result
+enum class ExtrapolatedParameters { matrices, all, all_but_tables };
 
 struct Config {
   struct Model {
@@ -241,6 +246,27 @@ struct Config {
     int split_step = 0;           // model.tied_until_split: the last step with a tied update; 0: never split
     bool operator==(const Schedule&) const = default;
   } schedule;
+
+  struct Extrapolation {
+    ExtrapolationKind method = ExtrapolationKind::none;
+    ExtrapolationApply apply = ExtrapolationApply::weights;
+    ExtrapolatedParameters parameters = ExtrapolatedParameters::matrices;
+    int start = 0, stop = 0;  // completed updates, both included; times schedule.scale; stop 0: to the end
+    int every = 5;            // updates between two jumps; a multiple of snapshot_every
+    int history = 4;          // snapshots of a jump
+    int snapshot_every = 1;   // updates between two snapshots
+    double regularization = 1e-6;
+    double damping = 1;       // factor of the jump
+    double max_jump = 0.001;  // largest jump, relative to the norm of the weights; 0: no cap
+    double horizon = 5;       // linear: updates ahead
+    double mixing = 1;        // anderson
+    int ema_updates = 150;    // ema: the average takes 1 / ema_updates of the weights after every update
+    double blend = 1;         // ema, average: share of the average
+    bool reset_momentum = false;
+    bool host_memory = false;
+    bool averages() const { return method == ExtrapolationKind::ema || method == ExtrapolationKind::average; }
+    bool operator==(const Extrapolation&) const = default;
+  } extrapolation;
 
   // FP8 in training; validation runs in BF16.
   struct Fp8 {

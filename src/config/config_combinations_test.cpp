@@ -46,6 +46,49 @@ TEST_F(ConfigTest, ImpossibleCombinations) {
   EXPECT_EQ(refusal("{}", {"model.positions=rotary", "data.reader=documents"}), "accepted");
 }
 
+TEST_F(ConfigTest, ImpossibleExtrapolations) {
+  const auto refused = [&](std::vector<std::string> overrides, const std::string& message) {
+    EXPECT_EQ(refusal("{}", overrides), "test.json: " + message);
+    overrides.push_back("extrapolation.method=none");
+    EXPECT_EQ(refusal("{}", overrides), "accepted") << "switched off, keys contradict nothing";
+  };
+  const auto accepted = [&](std::vector<std::string> overrides) {
+    overrides.insert(overrides.begin(), "schedule.steps=100");
+    EXPECT_EQ(refusal("{}", overrides), "accepted") << overrides[1];
+  };
+  refused({"extrapolation.method=rre", "extrapolation.start=1001"},
+          "extrapolation.start = 1001 must not exceed schedule.steps = 1000");
+  refused({"extrapolation.method=ema", "extrapolation.stop=1001"},
+          "extrapolation.stop = 1001 must not exceed schedule.steps = 1000");
+  refused({"extrapolation.method=ema", "extrapolation.start=7", "extrapolation.stop=7"},
+          "extrapolation.start = 7 and extrapolation.stop = 7 leave nothing to average: start must be smaller");
+  refused({"extrapolation.method=average", "extrapolation.start=1000"},
+          "extrapolation.start = 1000 and schedule.steps = 1000 leave nothing to average: start must be smaller");
+  for (const std::string method : {"rre", "rre_suffix", "mpe", "anderson"}) {
+    refused({"extrapolation.method=" + method, "extrapolation.history=2"},
+            "extrapolation.history = 2 is too short for this extrapolation.method: at least 3 snapshots");
+  }
+  refused({"extrapolation.method=rre", "extrapolation.snapshot_every=2"},
+          "extrapolation.every = 5 must be a multiple of extrapolation.snapshot_every = 2: a jump starts from a snapshot");
+  refused({"extrapolation.method=rre", "extrapolation.start=11", "extrapolation.stop=14"},
+          "extrapolation.start = 11 and extrapolation.stop = 14 leave no room for a jump: extrapolation.history = 4 snapshots are "
+          "there after update 15 at the earliest");
+  refused({"extrapolation.method=rre", "extrapolation.apply=readout", "extrapolation.reset_momentum=true"},
+          "extrapolation.reset_momentum = true needs extrapolation.apply = weights: a read-out leaves training alone");
+  EXPECT_EQ(refusal("{}", {"extrapolation.methd=rre"}),
+            "--set extrapolation.methd=rre: unknown key \"extrapolation.methd\"; nearest valid key: \"extrapolation.method\"");
+  EXPECT_EQ(refusal("{}", {"extrapolation.num_snapshots=4"}),
+            "--set extrapolation.num_snapshots=4: unknown key \"extrapolation.num_snapshots\"; nearest valid key: "
+            "\"extrapolation.history\"");
+  EXPECT_EQ(refusal("{}", {"extrapolation.history=9"}).find("--set extrapolation.history=9: extrapolation.history"), 0u);
+
+  accepted({"extrapolation.method=linear", "extrapolation.history=2"});
+  accepted({"extrapolation.method=rre", "extrapolation.start=11", "extrapolation.stop=15"});
+  accepted({"extrapolation.method=rre", "extrapolation.every=6", "extrapolation.snapshot_every=3"});
+  accepted({"extrapolation.method=average", "extrapolation.snapshot_every=3", "extrapolation.history=2"});
+  accepted({"extrapolation.method=ema", "extrapolation.start=99"});
+}
+
 TEST_F(ConfigTest, StageKeys) {
   const Config config = load(R"({"model": {"architecture": "main_track", "norm": "rmsnorm", "norm_gain": false,
     "embedding_norm": true, "positions": "rotary", "qk_norm": true, "activation": "relu2", "bias": false, "tied_head": false,
@@ -179,6 +222,11 @@ TEST_F(MainTrackConfig, ImpossibleCombinations) {
   refused({"eval.final_window_short=2561"}, "eval.final_window_short = 2561 must not exceed");
   refused({"schedule.split_step=846"}, "schedule.split_step = 846 must be odd");
   refused({"schedule.split_step=1285"}, "schedule.split_step = 1285 must be below the sum of the stages' steps = 1285");
+  refused({"schedule.split_step=845", "extrapolation.method=ema", "extrapolation.parameters=all", "extrapolation.start=845"},
+          "extrapolation.parameters = all: at schedule.split_step = 845");
+  EXPECT_EQ(
+      outcome({"schedule.split_step=845", "extrapolation.method=ema", "extrapolation.parameters=all", "extrapolation.start=846"}),
+      "accepted");
   refused({"schedule.lr.hold_steps=600"}, "schedule.lr.hold_steps = 1362 must not exceed the sum of the stages' steps = 1285");
   refused({"eval.row_tokens=1000"}, "eval.tokens = 10485760 must be a multiple of eval.row_tokens = 1000");
   refused({"train.micro_batch_tokens=16384"}, "train.micro_batch_tokens = 16384 must be at least the row length 49152");

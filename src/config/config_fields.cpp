@@ -48,6 +48,12 @@ template <>
 const Names enum_names<DeviceChoice> = {"auto", "cpu", "cuda"};
 template <>
 const Names enum_names<WindowKind> = {"full", "short", "long"};
+template <>
+const Names enum_names<ExtrapolationKind> = {"none", "rre", "rre_suffix", "mpe", "anderson", "linear", "ema", "average"};
+template <>
+const Names enum_names<ExtrapolationApply> = {"weights", "readout"};
+template <>
+const Names enum_names<ExtrapolatedParameters> = {"matrices", "all", "all_but_tables"};
 
 constexpr double kMaxCount = 1e9;
 constexpr double kMaxTokens = 1e15;
@@ -303,6 +309,32 @@ void add_schedule(Table& f, Config::Schedule& c) {
   f.add("schedule.split_step", c.split_step, kSteps, "model.tied_until_split: last step of the tied matrix; 0: tied to the end");
 }
 
+void add_extrapolation(Table& f, Config::Extrapolation& c) {
+  f.add("extrapolation.method", c.method,
+        "jump of the weights from their last snapshots (rre: reduced rank; rre_suffix: as the Optimization Track's #34 has it), or "
+        "an average");
+  f.add("extrapolation.apply", c.apply, "weights: training goes on from the result; readout: validations alone see it");
+  f.add("extrapolation.parameters", c.parameters,
+        "which take part, as one vector; matrices: the hidden ones; all_but_tables: all but embeddings, bigram table and head");
+  f.add("extrapolation.start", c.start, kSteps, "completed updates from which on weights are remembered; times schedule.scale");
+  f.add("extrapolation.stop", c.stop, kSteps, "the last update after which they are, times schedule.scale; 0: to the end");
+  f.add("extrapolation.every", c.every, Range{1, kMaxCount},
+        "a jump after every n-th update, where the history is long enough; a multiple of snapshot_every");
+  f.add("extrapolation.history", c.history, Range{2, 8}, "snapshots that a jump is made from; linear: 2 or more, others: 3");
+  f.add("extrapolation.snapshot_every", c.snapshot_every, Range{1, kMaxCount}, "updates between two snapshots");
+  f.add("extrapolation.regularization", c.regularization, kNotNegative,
+        "added to the diagonal of the system behind the coefficients, in units of its mean");
+  f.add("extrapolation.damping", c.damping, kNotNegative, "factor of the jump");
+  f.add("extrapolation.max_jump", c.max_jump, kNotNegative, "largest norm of a jump, in units of the weights' norm; 0: no limit");
+  f.add("extrapolation.horizon", c.horizon, kNotNegative, "linear: how many updates the jump goes ahead");
+  f.add("extrapolation.mixing", c.mixing, kNotNegative, "anderson: share of the differences that the mixed point moves on by");
+  f.add("extrapolation.ema_updates", c.ema_updates, Range{1, kMaxCount},
+        "ema: after every update the average moves by 1 / ema_updates of its distance to the weights");
+  f.add("extrapolation.blend", c.blend, kFraction, "ema, average: share of the average in the result");
+  f.add("extrapolation.reset_momentum", c.reset_momentum, "a jump zeroes the first moments of the parameters that it moved");
+  f.add("extrapolation.host_memory", c.host_memory, "snapshots and averages in pinned host memory instead of the GPU's");
+}
+
 void add_fp8(Table& f, Config::Fp8& c) {
   f.add("fp8.mlp_up", c.mlp_up, "the MLP's first product, forward");
   f.add("fp8.mlp_down", c.mlp_down, "the MLP's second product, forward");
@@ -384,6 +416,7 @@ std::vector<Field> config_fields(Config& config) {
   add_run(table, config.run);
   add_optim(table, config.optim);
   add_schedule(table, config.schedule);
+  add_extrapolation(table, config.extrapolation);
   add_fp8(table, config.fp8);
   return table.take();
 }

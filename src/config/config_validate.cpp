@@ -264,8 +264,13 @@ void check_optim(const Check& check, const Config& config) {
              "optim.embedding's values there");
 }
 
-// Returns the steps of the run, without schedule.scale.
-int64_t check_stages(const Check& check, const Config& config) {
+// Steps of the run without schedule.scale, and how messages call them.
+struct Steps {
+  int64_t count;
+  std::string name;
+};
+
+Steps check_stages(const Check& check, const Config& config) {
   const Config::Schedule& schedule = config.schedule;
   const auto or_else = [](int value, int without_stages) { return value != 0 ? value : without_stages; };
   int64_t steps = 0;
@@ -289,22 +294,19 @@ int64_t check_stages(const Check& check, const Config& config) {
     check_windows(check, window_short, window_long, at);
     check.that(!config.model.yarn || window_long > 0, "model.yarn follows the long window: set {}window_long", at);
   }
-  if (schedule.stages.empty()) return schedule.steps;
+  if (schedule.stages.empty()) return {schedule.steps, fmt::format("schedule.steps = {}", schedule.steps)};
   check.that(steps > 0, "the stages of the schedule have no steps: set schedule.stages.0.steps");
   check.that(schedule.steps == 0 || schedule.steps == steps,
              "schedule.steps = {} is not the sum of the stages' steps, {}: set it to 0, and change the stages or schedule.scale",
              schedule.steps, steps);
   check_windows(check, or_else(config.eval.final_window_short, window_short), or_else(config.eval.final_window_long, window_long),
                 "eval.final_");
-  return steps;
+  return {steps, fmt::format("the sum of the stages' steps = {}", steps)};
 }
 
-void check_schedule(const Check& check, const Config& config) {
-  const Config::Schedule& schedule = config.schedule;
-  const int64_t steps = check_stages(check, config);
+void check_schedule(const Check& check, const Config::Schedule& schedule, const Steps& run_steps) {
+  const auto& [steps, run] = run_steps;
   const int64_t lr_steps = int64_t{schedule.lr.warmup_steps} + schedule.lr.cooldown_steps + schedule.lr.hold_steps;
-  const std::string run =
-      fmt::format("{} = {}", schedule.stages.empty() ? "schedule.steps" : "the sum of the stages' steps", steps);
   check.that(lr_steps <= steps, "schedule.lr.warmup_steps + schedule.lr.cooldown_steps{} = {} must not exceed {}",
              schedule.lr.hold_steps > 0 ? " + schedule.lr.hold_steps" : "", lr_steps, run);
   for (const auto& [count, name] :
@@ -324,6 +326,41 @@ void check_schedule(const Check& check, const Config& config) {
              schedule.split_step);
 }
 
+void check_extrapolation(const Check& check, const Config& config, const Steps& steps) {
+  const Config::Extrapolation& keys = config.extrapolation;
+  if (keys.method == ExtrapolationKind::none) return;
+  for (const auto& [updates, name] : {std::pair(keys.start, "start"), std::pair(keys.stop, "stop")})
+    check.that(updates <= steps.count, "extrapolation.{} = {} must not exceed {}", name, updates, steps.name);
+  const int64_t last = keys.stop == 0 ? steps.count : keys.stop;
+  const std::string span = fmt::format("extrapolation.start = {} and {}", keys.start,
+                                       keys.stop == 0 ? steps.name : fmt::format("extrapolation.stop = {}", keys.stop));
+  check.that(!keys.reset_momentum || keys.apply == ExtrapolationApply::weights,
+             "extrapolation.reset_momentum = true needs extrapolation.apply = weights: a read-out leaves training alone");
+  const Config::Schedule& schedule = config.schedule;
+  const bool split_within = config.model.tied_until_split && schedule.split_step >= keys.start && schedule.split_step < last;
+  check.that(
+      keys.parameters != ExtrapolatedParameters::all || schedule.split_step == 0 || !split_within,
+      "extrapolation.parameters = all: at schedule.split_step = {}, between {}, the embedding becomes the head's copy, which "
+      "no history goes through: choose all_but_tables, or start after the split",
+      schedule.split_step, span);
+  if (keys.averages()) {
+    check.that(keys.start < last, "{} leave nothing to average: start must be smaller", span);
+    return;
+  }
+  const int least = keys.method == ExtrapolationKind::linear ? 2 : 3;
+  check.that(keys.history >= least, "extrapolation.history = {} is too short for this extrapolation.method: at least {} snapshots",
+             keys.history, least);
+  check.that(keys.every % keys.snapshot_every == 0,
+             "extrapolation.every = {} must be a multiple of extrapolation.snapshot_every = {}: a jump starts from a snapshot",
+             keys.every, keys.snapshot_every);
+  const auto next_multiple = [](int64_t n, int64_t of) { return (n + of - 1) / of * of; };
+  const int64_t first_snapshot = next_multiple(keys.start, keys.snapshot_every);
+  const int64_t first_jump = next_multiple(first_snapshot + int64_t{keys.history - 1} * keys.snapshot_every, keys.every);
+  check.that(first_jump <= last,
+             "{} leave no room for a jump: extrapolation.history = {} snapshots are there after update {} at the earliest", span,
+             keys.history, first_jump);
+}
+
 void check_run(const Check& check, const Config::Run& run) {
   check.that(!run.dir.empty(), "run.dir is empty: name a folder, for example runs, or . for the working directory");
   check.that(std::none_of(run.name.begin(), run.name.end(), is_control),
@@ -341,7 +378,9 @@ void validate(const Config& config, const std::string& source) {
   if (config.model.architecture == Architecture::main_track) check_main_track(check, config);
   check_batch(check, config);
   check_optim(check, config);
-  check_schedule(check, config);
+  const Steps steps = check_stages(check, config);
+  check_schedule(check, config.schedule, steps);
+  check_extrapolation(check, config, steps);
   check_run(check, config.run);
 }
 

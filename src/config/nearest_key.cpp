@@ -25,6 +25,8 @@ constexpr Synonym kSynonyms[] = {
     {"num_steps", "steps"},
     {"warmup_iters", "warmup_steps"},
     {"val_loss_every", "every"},
+    {"num_snapshots", "history"},
+    {"ema_decay", "ema_updates"},
 };
 
 constexpr size_t kMaxComparedChars = 100;

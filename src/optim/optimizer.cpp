@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kernels/base/error.h"
+#include "src/optim/sharding.h"
 
 namespace speedrun {
 namespace {
@@ -268,18 +269,6 @@ void Optimizer<T>::sum_gradients(uint32_t mask, const GradientSums& sums) {
 }
 
 template <class T>
-void Optimizer<T>::spread_weights(uint32_t mask) {
-  communicator_->fork();
-  communicator_->group_start();
-  for (const ParameterUnit& unit : parameters_.sharding().units) {
-    if (unit.kind != ParameterUnit::Kind::replicated && due(unit, mask))
-      communicator_->all_gather(parameters_.values() + unit.offset, unit.slice, comm_type<T>());
-  }
-  communicator_->group_end();
-  communicator_->join();
-}
-
-template <class T>
 void Optimizer<T>::update(uint32_t mask, const GradientSums& sums) {
   const kernels::GradVerdict<T> verdict{.verdict = verdict_,
                                         .sums = sums_,
@@ -300,7 +289,7 @@ void Optimizer<T>::update(uint32_t mask, const GradientSums& sums) {
   update_muon(mask);
   update_adam(mask);
   zero_gradients(mask);
-  if (communicator_ != nullptr) spread_weights(mask);
+  spread_values(parameters_, communicator_, [&](const ParameterUnit& unit) { return due(unit, mask); });
 }
 
 template <class T>
@@ -398,6 +387,18 @@ void Optimizer<T>::split_embedding() {
   const size_t state_bytes = static_cast<size_t>(own.count) * dtype_size(from.dtype);
   device_.copy(to.m, from.m, state_bytes);
   device_.copy(to.v, from.v, state_bytes);
+}
+
+template <class T>
+void Optimizer<T>::reset_momentum(const std::vector<int>& parameters, const kernels::JumpReport* report) {
+  const auto reset = [&](int parameter, void* moment, DType dtype) {
+    const int64_t count = parameters_.own(parameter).count;
+    if (count == 0 || std::find(parameters.begin(), parameters.end(), parameter) == parameters.end()) return;
+    kernels::reset_moment({.moment = moment, .bytes = count * static_cast<int64_t>(dtype_size(dtype)), .report = report},
+                          device_.template exec<T>());
+  };
+  for (const AdamTensor& tensor : adam_) reset(tensor.parameter, tensor.m, tensor.dtype);
+  for (const MuonParameter& owner : muon_parameters_) reset(owner.parameter, owner.momentum, DTypeOf<Acc<T>>::value);
 }
 
 template <class T>

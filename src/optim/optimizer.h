@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/adamw/adamw.h"
+#include "kernels/extrapolation/reset_moment.h"
 #include "kernels/head/head_loss.h"
 #include "kernels/muon/muon.h"
 #include "src/config/config.h"
@@ -76,6 +77,10 @@ class Optimizer {
   // count of updates in Adam's corrections follows from the step and is the head's already. Asynchronous, capturable.
   void split_embedding();
 
+  // Zeroes the first moments (Adam's m, Muon's momentum) of some parameters after a jump of theirs, unless it was refused.
+  // Asynchronous, capturable.
+  void reset_momentum(const std::vector<int>& parameters, const kernels::JumpReport* report);
+
   std::vector<StateTensor> state();
   void reset_state();  // zero, as at the start of a run
 
@@ -107,7 +112,6 @@ class Optimizer {
   void update_muon(uint32_t mask);
   void update_adam(uint32_t mask);
   void zero_gradients(uint32_t mask);
-  void spread_weights(uint32_t mask);
 
   Config::Optim config_;
   double grad_clip_;

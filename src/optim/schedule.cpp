@@ -109,6 +109,12 @@ StepCounts step_counts(const Config::Schedule& schedule) {
 
 int num_steps(const Config& config) { return step_counts(config.schedule).steps; }
 
+ExtrapolationSpan extrapolation_span(const Config& config) {
+  const int steps = num_steps(config);
+  const auto within = [&](int updates) { return std::min(scaled(updates, config.schedule.scale), steps); };
+  return {within(config.extrapolation.start), config.extrapolation.stop == 0 ? steps : within(config.extrapolation.stop)};
+}
+
 double lr_factor(const Config::Schedule& schedule, int step) {
   const StepCounts counts = step_counts(schedule);
   const std::vector<StageSpan> spans = stage_spans(schedule);

@@ -29,6 +29,13 @@ struct StepCounts {
 StepCounts step_counts(const Config::Schedule& schedule);
 int num_steps(const Config& config);
 
+// The completed updates between which weight extrapolation acts, both included: extrapolation.start and stop times schedule.scale,
+// rounded as above, within the run.
+struct ExtrapolationSpan {
+  int first = 0, last = 0;
+};
+ExtrapolationSpan extrapolation_span(const Config& config);
+
 // Factor of every learning rate in step s; m is the lr_multiplier of its stage (1 without stages), end = steps - hold:
 //   s < warmup            m · (s + 1) / warmup
 //   s < end - cooldown    m

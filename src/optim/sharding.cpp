@@ -62,4 +62,21 @@ Sharding make_sharding(const std::vector<ParameterSpec>& specs, const Config::Op
   return sharding;
 }
 
+template <class T>
+void spread_values(Parameters<T>& parameters, Communicator* communicator, const std::function<bool(const ParameterUnit&)>& chosen) {
+  if (communicator == nullptr) return;
+  communicator->fork();
+  communicator->group_start();
+  for (const ParameterUnit& unit : parameters.sharding().units) {
+    if (unit.kind != Kind::replicated && chosen(unit))
+      communicator->all_gather(parameters.values() + unit.offset, unit.slice, comm_type<T>());
+  }
+  communicator->group_end();
+  communicator->join();
+}
+
+template void spread_values(Parameters<float>&, Communicator*, const std::function<bool(const ParameterUnit&)>&);
+template void spread_values(Parameters<double>&, Communicator*, const std::function<bool(const ParameterUnit&)>&);
+template void spread_values(Parameters<bf16>&, Communicator*, const std::function<bool(const ParameterUnit&)>&);
+
 }  // namespace speedrun

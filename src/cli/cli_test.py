@@ -272,6 +272,96 @@ class CliTest(Executable):
         self.refused("train", "--resume", ".", names=["."])
         self.refused("train", "test.json", "--resume", "runs/r", names=["--resume"])
 
+    # ------------------------------------------------------------ branches
+
+    def branch(self, name, *arguments):
+        """A run of that name from a checkpoint: its folder and its log."""
+        text, error = self.speedrun("train", *arguments, "--set", f"run.name={name}")
+        self.assertEqual(error, "")
+        folder = self.folder / "runs" / name
+        self.assertEqual(text, (folder / "log.txt").read_text(encoding="utf-8"))
+        return folder, text
+
+    def test_branches_from_a_checkpoint(self):
+        self.speedrun("train", "test.json")
+        whole = self.losses()
+        checkpoint = "runs/r/checkpoints/step_000004.ckpt"
+        before = (self.run_folder / "log.txt").read_bytes() + (self.run_folder / "metrics.jsonl").read_bytes()
+
+        # The config is the checkpoint's, whatever the run's folder says now.
+        self.write("runs/r/config.json", "{}")
+        config = json.loads(self.speedrun("train", "--from", checkpoint, "--print-config")[0])
+        self.assertEqual((config["model"]["width"], config["run"]["name"]), (32, "r"))
+        run, text = self.branch("same", "--from", checkpoint)
+        self.assertIn("step_000004.ckpt after 4 steps", text)
+        self.assertEqual(self.losses(run), whole[4:])
+        result = json.loads((run / "result.json").read_text(encoding="utf-8"))
+        self.assertEqual(result["from"], {"checkpoint": str(self.folder / checkpoint), "step": 4})
+        self.assertEqual((result["val_loss"], result["tokens"]), (self.result()["val_loss"], 5120))
+        self.assertGreater(result["clock_s"], self.metrics(run)[0]["clock_s"] / 2)
+        self.assertEqual(sorted(path.name for path in (run / "checkpoints").iterdir()), ["step_000008.ckpt", "step_000010.ckpt"])
+        self.assertEqual((self.run_folder / "log.txt").read_bytes() + (self.run_folder / "metrics.jsonl").read_bytes(), before)
+
+        # A run's folder is its newest checkpoint; a longer schedule goes on.
+        run, text = self.branch("longer", "--from", "runs/r", "--set", "schedule.steps=13")
+        self.assertIn("step_000010.ckpt after 10 steps", text)
+        self.assertEqual([step for step, _ in self.losses(run)], [10, 11, 12])
+
+        # Another config on the same data, and weight extrapolation in one of two arms.
+        arm = {**CONFIG, "optim": {"matrix": {"lr": 0.02}}}
+        self.write("arm.json", json.dumps(arm))
+        plain, text = self.branch("plain", "--from", checkpoint, "arm.json")
+        self.assertIn("changed since the checkpoint: optim.matrix.lr", text)
+        arm["extrapolation"] = {"method": "rre_suffix", "every": 4, "max_jump": 0.01}
+        self.write("arm.json", json.dumps(arm))
+        jumping, text = self.branch("jumping", "--from", checkpoint, "arm.json")
+        self.assertRegex(text, r"\nstep 8: jump rre_suffix \S+ of the weights' norm.*, c = \S+ \S+ \S+, condition \S+\n")
+        jumps = [line for line in self.metrics(jumping) if "jump" in line]
+        self.assertEqual([(line["step"], line["refused"], len(line["c"])) for line in jumps], [(8, None, 3)])
+        self.assertLessEqual(jumps[0]["jump_capped"], 0.0100001)
+        losses = self.losses(plain)
+        self.assertEqual(self.losses(jumping)[:4], losses[:4])
+        self.assertNotEqual(self.losses(jumping)[4:], losses[4:])
+
+        # Several ranks; none at all.
+        run, text = self.branch("two ranks", "--from", "runs/r/checkpoints/step_000008.ckpt", "--gpus", "2")
+        self.assertIn("step_000008.ckpt after 8 steps", text)
+        for (_, found), (_, expected) in zip(self.losses(run), whole[8:], strict=True):
+            self.assertAlmostEqual(found, expected, delta=1e-4)
+        runs = sorted((self.folder / "runs").iterdir())
+        self.assertIn("dry run", self.speedrun("train", "--from", checkpoint, "--dry-run")[0])
+        self.assertEqual(sorted((self.folder / "runs").iterdir()), runs)
+
+        # Without a name the folder tells the step.
+        text, _ = self.speedrun("train", "--from", checkpoint, "--set", "run.name=")
+        self.assertRegex(text, r"\nrun \S.*/runs/\d{8}-\d{6}-from_step_000004\n")
+
+        # A damaged newest one is named, and passed by.
+        newest = self.run_folder / "checkpoints" / "step_000010.ckpt"
+        newest.write_bytes(newest.read_bytes()[:-2000])
+        _, text = self.branch("older", "--from", "runs/r")
+        self.assertRegex(text, r"warning: .*step_000010\.ckpt")
+        self.assertIn("step_000008.ckpt after 8 steps", text)
+        self.refused("train", "--from", newest, names=["step_000010.ckpt", "damaged"])
+        self.refused("train", "--from", newest, "test.json", "--dry-run", names=["step_000010.ckpt", "damaged"])
+
+    def test_branches_that_make_no_sense(self):
+        self.speedrun("train", "test.json")
+        checkpoint = "runs/r/checkpoints/step_000008.ckpt"
+        self.refused("train", "--from", "absent", names=["absent", "no such run or checkpoint"])
+        self.refused("train", "--from", "runs", names=["runs", "no good checkpoint"])
+        self.refused("train", "--from", "test.json", names=["test.json", "not a speedrun checkpoint"])
+        self.refused("train", "--from=", names=["--from", "checkpoint"])
+        self.refused("train", "--from", checkpoint, "--resume", "runs/r", names=["--from", "--resume"])
+        self.refused("train", "--from", checkpoint, "test.json", "test.json", names=["CONFIG"])
+        self.refused("train", "--from", checkpoint, "--set", "schedule.steps=7", names=["step_000008.ckpt", "8 steps", "7"])
+        self.refused("train", "--from", checkpoint, "--set", "train.init_weights=w.safetensors", names=["train.init_weights", "checkpoint"])
+        self.refused("train", "--from", checkpoint, "--set", "train.batch_tokens=256", names=["train.batch_tokens", "512", "256"])
+        self.refused("train", "--from", checkpoint, "--set", "model.width=64", "--gpus", "2", names=["model.width", "32", "64"])
+        self.refused("train", "--from", checkpoint, "--set", "extrapolation.methd=rre", names=["extrapolation.methd"])
+        self.refused("train", "--from", checkpoint, "--timeline", "t.json", names=["--timeline", "GPU"])
+        self.assertEqual([path.name for path in (self.folder / "runs").iterdir()], ["r"])
+
     def assert_continues(self, done):
         """Resuming 5 steps past the newest checkpoint, after `done` steps, makes the losses of a run that nothing happened to."""
         steps = f"schedule.steps={done + 5}"

@@ -13,6 +13,7 @@
 #include "src/dist/launcher.h"
 #include "src/dist/world.h"
 #include "src/optim/schedule.h"
+#include "src/train/checkpoint.h"
 #include "src/train/trainer.h"
 
 namespace speedrun {
@@ -33,13 +34,51 @@ std::vector<std::string> without_gpus(int argc, char** argv) {
   return arguments;
 }
 
+// What is to be trained: the run's config, its name, and where it begins.
+TrainOptions options_of(const Arguments& arguments, std::vector<std::string>& warnings) {
+  const auto& words = arguments.positional;
+  const std::vector<std::string> changes = arguments.all("set");
+  TrainOptions run;
+  std::filesystem::path config_path;
+  if (arguments.has("resume")) {
+    if (arguments.has("from"))
+      throw InputError("train: --from begins a new run, --resume goes on with one that is there: give one");
+    if (!words.empty()) throw InputError("train: --resume RUN takes its config from the run; give changes with --set");
+    run.resume = arguments.flags["resume"].as<std::string>();
+    config_path = *run.resume / "config.json";
+    if (!std::filesystem::exists(config_path))
+      throw InputError(fmt::format("--resume {}: not the folder of a run (it has no config.json)", run.resume->string()));
+  } else {
+    if (arguments.has("from")) {
+      const std::filesystem::path given = arguments.flags["from"].as<std::string>();
+      if (given.empty()) throw InputError("train: --from: expected a checkpoint's file or the folder of a run");
+      const auto found = find_checkpoint(given, [&](const std::string& text) { warnings.push_back(text); });
+      run.from = std::filesystem::absolute(found).lexically_normal();
+    }
+    if (run.from && words.empty()) {
+      const std::string config = read_checkpoint_meta(*run.from).config;
+      run.config = parse_config(config, run.from->string(), std::filesystem::current_path(), changes);
+      run.config_name = "from_" + run.from->stem().string();
+      return run;
+    }
+    config_path = only_argument("train", arguments, "CONFIG");
+  }
+  run.config = load_config(config_path, changes);
+  run.config_name = config_path.stem().string();
+  return run;
+}
+
 }  // namespace
 
 int train_command(int argc, char** argv) {
   cxxopts::Options options =
-      command_options("train", "CONFIG | --resume RUN", "Train a model as a JSON config says, or go on with a run.");
+      command_options("train", "CONFIG | --resume RUN | --from CHECKPOINT [CONFIG]",
+                      "Train a model as a JSON config says, go on with a run, or branch a new one off a checkpoint.");
   add_set_flag(options);
   options.add_options()("resume", "folder of a run: go on from its newest good checkpoint", cxxopts::value<std::string>());
+  options.add_options()(
+      "from", "a checkpoint, or a run's folder (its newest good one): a new run goes on from there, with its config or CONFIG",
+      cxxopts::value<std::string>());
   options.add_options()("print-config", "print the resolved config and stop");
   options.add_options()("print-schedule", "print what every step does, a line a step, and stop");
   options.add_options()("dry-run", "check data and memory plan, then stop");
@@ -59,20 +98,8 @@ int train_command(int argc, char** argv) {
     return 0;
   }
 
-  TrainOptions run;
-  std::filesystem::path config_path;
-  if (arguments.has("resume")) {
-    if (!arguments.positional.empty())
-      throw InputError("train: --resume RUN takes its config from the run; give changes with --set");
-    run.resume = arguments.flags["resume"].as<std::string>();
-    config_path = *run.resume / "config.json";
-    if (!std::filesystem::exists(config_path))
-      throw InputError(fmt::format("--resume {}: not the folder of a run (it has no config.json)", run.resume->string()));
-  } else {
-    config_path = only_argument("train", arguments, "CONFIG");
-  }
-  run.config = load_config(config_path, arguments.all("set"));
-  run.config_name = config_path.stem().string();
+  std::vector<std::string> warnings;
+  TrainOptions run = options_of(arguments, warnings);
   if (arguments.has("print-config")) {
     fmt::print("{}", dump_config(run.config));
     return 0;
@@ -107,6 +134,9 @@ int train_command(int argc, char** argv) {
   // Last, so that what is wrong with the flags is said once and not by every rank.
   if (gpus > run.world.size) return launch_ranks(gpus, without_gpus(argc, argv), run.config.dist.heartbeat_s);
   Log log;
+  if (run.world.rank == 0) {
+    for (const std::string& text : warnings) log.warn(text);
+  }
   return train(run, log);
 }
 

@@ -31,8 +31,9 @@ size_t align(size_t offset) { return (offset + kAlignment - 1) / kAlignment * kA
 std::string hex(uint64_t value) { return fmt::format("{:016x}", value); }
 
 [[noreturn]] void damaged(const std::filesystem::path& path, const std::string& what) {
-  throw InputError(fmt::format("{}: damaged checkpoint: {}; use an older one of the run, or --resume RUN, which does so itself",
-                               path.string(), what));
+  throw InputError(
+      fmt::format("{}: damaged checkpoint: {}; use an older one of the run; --resume RUN and --from RUN do so themselves",
+                  path.string(), what));
 }
 
 Json number_or_null(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
@@ -44,12 +45,15 @@ Json meta_json(const CheckpointMeta& meta) {
           {"clock_s", meta.clock_s},
           {"last_val_loss", number_or_null(meta.last_val_loss)},
           {"has_val_loss", meta.has_val_loss},
+          {"last_val_loss_raw", meta.last_val_loss_raw ? number_or_null(*meta.last_val_loss_raw) : Json(nullptr)},
           {"reached_step", meta.reached_step},
           {"reached_clock_s", meta.reached_clock_s},
           {"reached_loss", meta.reached_loss},
           {"joules", meta.joules},
           {"config", meta.config},
-          {"shards_hash", meta.shards_hash}};
+          {"shards_hash", meta.shards_hash},
+          {"from_checkpoint", meta.from_checkpoint},
+          {"from_step", meta.from_step}};
 }
 
 CheckpointMeta meta_of(const Json& json) {
@@ -68,6 +72,11 @@ CheckpointMeta meta_of(const Json& json) {
   meta.joules = json.at("joules").get<double>();
   meta.config = json.at("config").get<std::string>();
   meta.shards_hash = json.at("shards_hash").get<std::string>();
+  // Checkpoints of earlier versions lack these.
+  if (json.contains("last_val_loss_raw") && !json.at("last_val_loss_raw").is_null())
+    meta.last_val_loss_raw = json.at("last_val_loss_raw").get<double>();
+  meta.from_checkpoint = json.value("from_checkpoint", std::string());
+  meta.from_step = json.value("from_step", 0);
   return meta;
 }
 
@@ -82,7 +91,7 @@ bool printable(std::string_view text) { return std::none_of(text.begin(), text.e
 // Bytes that the section's type and shape need; 0 for a type or shape that is none.
 uint64_t expected_bytes(const Section& section) {
   uint64_t bytes = 0;
-  for (const DType dtype : {DType::f32, DType::f64, DType::bf16, DType::u8}) {
+  for (const DType dtype : {DType::f32, DType::f64, DType::bf16, DType::u8, DType::i64}) {
     if (section.dtype == dtype_name(dtype)) bytes = dtype_size(dtype);
   }
   for (const int64_t extent : section.shape) {
@@ -242,12 +251,18 @@ void verify_checkpoint(const std::filesystem::path& path) {
   for (const Section& section : file.header().sections) file.read(section);
 }
 
-CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only) {
+CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only,
+                               std::string_view left_out) {
+  const auto takes_part = [&](std::string_view name) { return left_out.empty() || !name.starts_with(left_out); };
   CheckpointFile file(path);
   std::map<std::string, const Section*> by_name;
-  for (const Section& section : file.header().sections) by_name[section.name] = &section;
+  for (const Section& section : file.header().sections) {
+    if (takes_part(section.name)) by_name[section.name] = &section;
+  }
+  std::vector<std::pair<const StateEntry*, const Section*>> pairs;
   // Everything is checked before anything is changed.
   for (const StateEntry& entry : state) {
+    if (!takes_part(entry.name)) continue;
     const auto found = by_name.find(entry.name);
     if (found == by_name.end())
       throw InputError(fmt::format("{}: holds no {}: the checkpoint is of another model or optimizer", path.string(), entry.name));
@@ -257,14 +272,15 @@ CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vec
                                    path.string(), entry.name, section.dtype, fmt::join(section.shape, ", "),
                                    dtype_name(entry.dtype), fmt::join(entry.shape, ", ")));
     }
+    pairs.emplace_back(&entry, &section);
   }
-  if (!parameters_only && by_name.size() != state.size()) {
-    for (const StateEntry& entry : state) by_name.erase(entry.name);
+  if (!parameters_only && by_name.size() != pairs.size()) {
+    for (const auto& [entry, section] : pairs) by_name.erase(entry->name);
     throw InputError(fmt::format("{}: holds {}, which this run does not have: the checkpoint is of another model or optimizer",
                                  path.string(), by_name.begin()->first));
   }
   if (!parameters_only) verify_checkpoint(path);
-  for (const StateEntry& entry : state) entry.write(file.read(*by_name.at(entry.name)));
+  for (const auto& [entry, section] : pairs) entry->write(file.read(*section));
   return file.header().meta;
 }
 
@@ -279,6 +295,14 @@ std::optional<std::filesystem::path> newest_good_checkpoint(const std::filesyste
     }
   }
   return std::nullopt;
+}
+
+std::filesystem::path find_checkpoint(const std::filesystem::path& path, const std::function<void(const std::string&)>& warn) {
+  if (!std::filesystem::exists(path)) throw InputError(path.string() + ": no such run or checkpoint");
+  if (!std::filesystem::is_directory(path)) return path;
+  const auto newest = newest_good_checkpoint(path, warn);
+  if (!newest) throw InputError(path.string() + ": holds no good checkpoint");
+  return *newest;
 }
 
 void prune_checkpoints(const std::filesystem::path& run, int keep) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "src/data/reader.h"
@@ -21,12 +22,15 @@ struct CheckpointMeta {
   double clock_s[5] = {};    // by Phase
   double last_val_loss = 0;  // NaN is stored as null
   bool has_val_loss = false;
-  int reached_step = -1;  // first validation at or below the target: completed steps, clock; -1: not yet
+  std::optional<double> last_val_loss_raw;  // without the read-out that last_val_loss is of
+  int reached_step = -1;                    // first validation at or below the target: completed steps, clock; -1: not yet
   double reached_clock_s = 0;
   double reached_loss = 0;
-  double joules = 0;        // of training so far; 0: not measured
-  std::string config;       // resolved, JSON
-  std::string shards_hash;  // of the train shard list
+  double joules = 0;            // of training so far; 0: not measured
+  std::string config;           // resolved, JSON
+  std::string shards_hash;      // of the train shard list
+  std::string from_checkpoint;  // that the run branched from, after from_step steps; empty: it did not
+  int from_step = 0;
 };
 
 // Throws Error if the file cannot be written, with ExitCode::non_finite if a parameter is not finite; the file is then not there.
@@ -36,8 +40,10 @@ void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& m
 CheckpointMeta read_checkpoint_meta(const std::filesystem::path& path);
 
 // Verifies every section, then hands it to the entry of its name. Entries that the file lacks, or of another type or shape, are an
-// InputError; sections that `state` has no entry for are skipped if `parameters_only`, else an InputError.
-CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only);
+// InputError; sections that `state` has no entry for are skipped if `parameters_only`, else an InputError. Names that begin with
+// `left_out` (nothing: none) are neither required nor loaded.
+CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only,
+                               std::string_view left_out = {});
 
 // Reads every byte and compares all checksums.
 void verify_checkpoint(const std::filesystem::path& path);
@@ -48,6 +54,9 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& run, int step
 // if none.
 std::optional<std::filesystem::path> newest_good_checkpoint(const std::filesystem::path& run,
                                                             const std::function<void(const std::string&)>& warn);
+
+// `path` itself if it is a file, of a run's folder the newest good checkpoint; throws InputError if there is none.
+std::filesystem::path find_checkpoint(const std::filesystem::path& path, const std::function<void(const std::string&)>& warn);
 
 // Deletes all but the newest `keep` and what interrupted writes left behind.
 void prune_checkpoints(const std::filesystem::path& run, int keep);

@@ -61,6 +61,55 @@ TEST(Checkpoint, RoundTrip) {
   EXPECT_EQ(meta.clock_s[2], 12.5);
   EXPECT_TRUE(std::isnan(meta.last_val_loss));
   EXPECT_EQ(meta.config, "{\"text\": \"é\"}");
+  EXPECT_EQ(meta.last_val_loss_raw, std::nullopt);
+  EXPECT_EQ(meta.from_checkpoint, "");
+}
+
+TEST(Checkpoint, SaysWhereItsRunCameFromAndWhatTheReadOutWas) {
+  TestFolder folder;
+  FakeState state(1);
+  const auto path = checkpoint_path(folder.path(), 42);
+  CheckpointMeta meta = meta_of_step(42);
+  meta.last_val_loss_raw = 3.5;
+  meta.from_checkpoint = "/runs/é/checkpoints/step_000040.ckpt";
+  meta.from_step = 40;
+  write_checkpoint(path, meta, state.entries());
+  const CheckpointMeta found = read_checkpoint_meta(path);
+  EXPECT_EQ(found.last_val_loss_raw, 3.5);
+  EXPECT_EQ(found.from_checkpoint, meta.from_checkpoint);
+  EXPECT_EQ(found.from_step, 40);
+}
+
+TEST(Checkpoint, NamesThatAreLeftOutAreNeitherRequiredNorLoaded) {
+  TestFolder folder;
+  FakeState state(1), loaded(2), untouched(2);
+  const auto path = checkpoint_path(folder.path(), 42);
+  auto entries = state.entries(), into = loaded.entries();
+  write_checkpoint(path, meta_of_step(42), entries);
+  load_checkpoint(path, into, false, "adam.");
+  EXPECT_EQ(loaded.tensors[1], state.tensors[1]);
+  EXPECT_EQ(loaded.tensors[2], untouched.tensors[2]);
+  // One that the file lacks, or that only the file has.
+  into[2].name = "adam.other";
+  load_checkpoint(path, into, false, "adam.");
+  EXPECT_THROW(load_checkpoint(path, into, false), InputError);
+  into.pop_back();
+  load_checkpoint(path, into, false, "adam.");
+  EXPECT_THROW(load_checkpoint(path, into, false), InputError);
+  into.pop_back();
+  EXPECT_THROW(load_checkpoint(path, into, false, "adam."), InputError) << "only these are left out";
+}
+
+TEST(Checkpoint, IsFoundByItsOwnNameOrInItsRun) {
+  TestFolder folder;
+  FakeState state(1);
+  const auto find = [](const std::filesystem::path& path) { return find_checkpoint(path, [](const std::string&) {}); };
+  EXPECT_EQ(refusal_of([&] { find(folder.path() / "absent"); }),
+            (folder.path() / "absent").string() + ": no such run or checkpoint");
+  EXPECT_EQ(refusal_of([&] { find(folder.path()); }), folder.path().string() + ": holds no good checkpoint");
+  for (const int step : {5, 10}) write_checkpoint(checkpoint_path(folder.path(), step), meta_of_step(step), state.entries());
+  EXPECT_EQ(find(folder.path()), checkpoint_path(folder.path(), 10));
+  EXPECT_EQ(find(checkpoint_path(folder.path(), 5)), checkpoint_path(folder.path(), 5));
 }
 
 TEST(Checkpoint, EveryTruncationAndFlippedByteIsRefusedByName) {

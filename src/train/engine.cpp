@@ -1,13 +1,11 @@
 #include "src/train/engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <compare>
 #include <cstring>
 #include <map>
 #include <set>
-#include <thread>
 
 #include "fmt/format.h"
 #include "kernels/gemm/gemm_cuda.h"
@@ -17,17 +15,17 @@
 #include "src/dist/message.h"
 #include "src/model/model.h"
 #include "src/model/parameter_table.h"
+#include "src/optim/extrapolation.h"
 #include "src/optim/optimizer.h"
 #include "src/optim/sharding.h"
+#include "src/train/batch_staging.h"
 #include "src/train/collected_state.h"
 #include "src/train/engine_shapes.h"
+#include "src/train/result_ring.h"
 #include "src/train/touched_rows.h"
 
 namespace speedrun {
 namespace {
-
-// Staging buffers in flight: the host prepares this many micro-batches ahead of the device.
-constexpr size_t kStagingSlots = 4;
 
 template <class T>
 class EngineOf : public Engine {
@@ -42,7 +40,8 @@ class EngineOf : public Engine {
         rank_(options.control == nullptr ? 0 : options.control->rank()),
         parameters_(make_parameters(config, options.training, rank_, world_)),
         optimizer_(config, device, parameters_, options.communicator),
-        collected_(device, options.control) {
+        collected_(device, options.control),
+        results_(device, options.control, options.communicator, [this](int32_t index) { return bad_tensor(index); }) {
     int64_t row = options.evaluation_row_tokens;
     if (options.training) {
       for (const StageValues& stage : stages_of(config)) {
@@ -67,6 +66,9 @@ class EngineOf : public Engine {
     parameters_.plan(plan_);
     model_->plan(plan_);
     if (options.training) optimizer_.plan(plan_);
+    if (options.training && config.extrapolation.method != ExtrapolationKind::none)
+      extrapolation_.emplace(config, device, parameters_, options.communicator);
+    if (extrapolation_) extrapolation_->plan(plan_);
     plan_.add("step inputs", &inputs_, 1);
     plan_.add("step inputs", &verdict_, 1);
     plan_.add("step inputs", &evaluation_, 1);
@@ -77,12 +79,10 @@ class EngineOf : public Engine {
     arena_.emplace(device_, plan_);
     model_->prepare();
     if (options_.training) optimizer_.prepare(inputs_, verdict_);
+    if (extrapolation_) extrapolation_->prepare(verdict_);
     if (touched_) touched_->allocate();
-    const auto n = static_cast<size_t>(max_tokens_);
-    for (size_t i = 0; i < kStagingSlots; ++i)
-      staging_.push_back({HostBuffer<int32_t>(device_, 3 * n), HostBuffer<StepInputs<T>>(device_, 1), device_.make_event()});
-    for (size_t i = 0; i < kResultSlots; ++i)
-      results_.push_back({HostBuffer<kernels::StepVerdict>(device_, 1), device_.make_event()});
+    staging_.emplace(device_, *model_, max_tokens_);
+    results_.allocate();
   }
 
   const MemoryPlan& memory_plan() const override { return plan_; }
@@ -124,6 +124,7 @@ class EngineOf : public Engine {
   }
 
   void submit_step(int step, const StepRows& rows) override {
+    if (extrapolation_) extrapolation_->before_update(step);
     const StepValues values = schedule_at(config_, step);
     GradientSums sums{.begun = begins_sums_in_backward(values)};
     if (touched_) sums.rows_per_owner = touched_->submit(rows, values.stage, updates_bigram(values), optimizer_.touched_rows());
@@ -131,43 +132,20 @@ class EngineOf : public Engine {
     end_graph_->launch();
     optimizer_graphs_.at({Optimizer<T>::update_mask(values), sums})->launch();
     if (values.split) split_graph_->launch();
-    require(submitted_ - taken_ < kResultSlots, "internal: results of steps were not taken");
-    Result& result = results_[submitted_ % kResultSlots];
-    device_.copy_out(result.verdict.data(), verdict_, sizeof(kernels::StepVerdict));
-    result.arrived->record();
-    result.step = step;
-    result.tokens = world_ * rows.num_rows * rows.row_tokens;
-    ++submitted_;
+    const bool jumped = extrapolate(step + 1);
+    results_.submit(step, world_ * rows.num_rows * rows.row_tokens, verdict_, jumped);
   }
 
-  std::optional<StepResult> poll_result() override {
-    if (taken_ == submitted_) return std::nullopt;
-    // A full ring means the next step would overwrite a result: then its age is bounded by waiting here.
-    if (submitted_ - taken_ < kResultSlots && !results_[taken_ % kResultSlots].arrived->done()) return std::nullopt;
-    return wait_result();
-  }
+  std::optional<StepResult> poll_result() override { return results_.poll(); }
+  std::optional<StepResult> wait_result() override { return results_.wait(); }
 
-  std::optional<StepResult> wait_result() override {
-    if (taken_ == submitted_) return std::nullopt;
-    Result& result = results_[taken_ % kResultSlots];
-    // A transport that has failed would let a plain wait last for ever.
-    if (options_.communicator != nullptr) {
-      const OutsideWait waiting(*options_.control);
-      while (!result.arrived->done()) {
-        if (const std::string error = options_.communicator->error(); !error.empty()) throw Error(error);
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-      }
-    }
-    result.arrived->wait();
-    ++taken_;
-    const kernels::StepVerdict& verdict = result.verdict[0];
-    StepResult out{.step = result.step,
-                   .loss = verdict.loss_sum / static_cast<double>(result.tokens),
-                   .grad_norm = verdict.grad_norm,
-                   .finite = verdict.skip == 0,
-                   .bad_tensor = {}};
-    if (!out.finite) out.bad_tensor = bad_tensor(verdict.bad_parameter);
-    return out;
+  bool begin_readout(int completed, kernels::JumpReport* report) override {
+    return extrapolation_ && extrapolation_->begin_readout(completed, report);
+  }
+  void end_readout() override { extrapolation_->end_readout(); }
+  std::string extrapolation_note() const override { return extrapolation_ ? extrapolation_->describe() : std::string(); }
+  void restart_extrapolation(int completed) override {
+    if (extrapolation_) extrapolation_->restore(completed);
   }
 
   void begin_evaluation(int completed) override {
@@ -179,7 +157,7 @@ class EngineOf : public Engine {
   void evaluate_rows(const StepRows& rows) override {
     const int64_t n = evaluation_tokens_, total = rows.num_rows * rows.row_tokens;
     for (int64_t first = 0; first < total; first += n) {
-      stage(rows, first, n).sent->record();
+      staging_->stage(rows, first, n).sent->record();
       evaluate_graphs_.at(evaluation_now_)->launch();
       add_losses(evaluation_, std::min(n, total - first));
     }
@@ -198,7 +176,7 @@ class EngineOf : public Engine {
     std::vector<float> losses;
     std::vector<Acc<T>> part(static_cast<size_t>(n));
     for (int64_t first = 0; first < total; first += n) {
-      stage(rows, first, n).sent->record();
+      staging_->stage(rows, first, n).sent->record();
       evaluate_graphs_.at(evaluation_now_)->launch();
       device_.copy_out(part.data(), model_->losses(), part.size() * sizeof(Acc<T>));
       device_.synchronize();
@@ -216,7 +194,7 @@ class EngineOf : public Engine {
     rows.inputs.resize(static_cast<size_t>(row), 0);
     rows.targets.assign(static_cast<size_t>(row), 0);
     rows.doc_start.assign(static_cast<size_t>(row), 0);
-    stage(rows, 0, n).sent->record();
+    staging_->stage(rows, 0, n).sent->record();
     return model_->logits_at(static_cast<int64_t>(tokens.size()) - 1);
   }
 
@@ -246,6 +224,10 @@ class EngineOf : public Engine {
     if (!options_.training) return entries;
     std::vector<StateTensor> tensors = optimizer_.state();
     for (const StateTensor& tensor : model_->state()) tensors.push_back(tensor);
+    if (extrapolation_) {
+      for (const StateTensor& tensor : extrapolation_->state()) tensors.push_back(tensor);
+      entries.push_back(extrapolation_begin());
+    }
     for (const StateTensor& tensor : tensors) {
       const int64_t count = tensor.held == StateTensor::Held::part ? tensor.whole_count : tensor.count;
       entries.push_back({tensor.name,
@@ -306,28 +288,38 @@ class EngineOf : public Engine {
   }
 
  private:
-  struct Staging {
-    HostBuffer<int32_t> batch;  // (3, N): inputs, targets, document starts
-    HostBuffer<StepInputs<T>> inputs;
-    std::unique_ptr<Event> sent;
-  };
-  struct Result {
-    HostBuffer<kernels::StepVerdict> verdict;
-    std::unique_ptr<Event> arrived;
-    int step = 0;
-    int64_t tokens = 0;
-  };
-
   static Parameters<T> make_parameters(const Config& config, bool training, int rank, int world) {
     std::vector<ParameterSpec> specs = parameter_table(config.model, config.optim);
     Sharding sharding = make_sharding(specs, config.optim, rank, world);
     return Parameters<T>(std::move(specs), training, std::move(sharding));
   }
 
-  static std::vector<std::byte> bytes_of(const std::vector<Acc<T>>& values) {
-    std::vector<std::byte> bytes(values.size() * sizeof(Acc<T>));
+  template <class U>
+  static std::vector<std::byte> bytes_of(const std::vector<U>& values) {
+    std::vector<std::byte> bytes(values.size() * sizeof(U));
     std::memcpy(bytes.data(), values.data(), bytes.size());
     return bytes;
+  }
+
+  // The update that the history of weight extrapolation goes back to, as a state entry.
+  StateEntry extrapolation_begin() {
+    return {std::string(kExtrapolationPrefix) + "begin",
+            DType::i64,
+            {1},
+            [this] { return rank_ == 0 ? bytes_of(std::vector<int64_t>{extrapolation_->begin()}) : std::vector<std::byte>(); },
+            [this](const std::vector<std::byte>& bytes) {
+              int64_t begin = 0;
+              std::memcpy(&begin, bytes.data(), sizeof(begin));
+              extrapolation_->restore(static_cast<int>(begin));
+            }};
+  }
+
+  // True if there was a jump or a refused one.
+  bool extrapolate(int completed) {
+    if (!extrapolation_ || !extrapolation_->after_update(completed, results_.jump_slot())) return false;
+    if (config_.extrapolation.reset_momentum)
+      optimizer_.reset_momentum(extrapolation_->parameters(), extrapolation_->last_report());
+    return true;
   }
 
   // A fresh verdict carries a gradient scale of 1.
@@ -403,7 +395,7 @@ class EngineOf : public Engine {
   // No rows at all: padding throughout, each row a document of its own. Zeroed memory would be one document of the whole
   // micro-batch, and attention takes its square.
   void stage_padding(const ModelPass& pass) {
-    stage({.num_rows = 0, .row_tokens = pass.row_tokens, .inputs = {}, .targets = {}, .doc_start = {}}, 0, pass.tokens)
+    staging_->stage({.num_rows = 0, .row_tokens = pass.row_tokens, .inputs = {}, .targets = {}, .doc_start = {}}, 0, pass.tokens)
         .sent->record();
   }
 
@@ -450,6 +442,7 @@ class EngineOf : public Engine {
       model_->end_step(verdict_);
     });
     for (const UpdateKey& key : updates) optimizer_graphs_[key] = captured([this, key] { optimizer_.update(key.mask, key.sums); });
+    if (extrapolation_) extrapolation_->warm_up();
     optimizer_.reset_state();
     model_->reset_state();
   }
@@ -480,7 +473,7 @@ class EngineOf : public Engine {
     derive_graph_->launch();
     begin_graphs_.at(step < config_.fp8.down_weight_exact_steps)->launch();
     for (int64_t first = 0; first < total; first += n) {
-      Staging& slot = stage(rows, first, n);
+      typename BatchStaging<T>::Slot& slot = staging_->stage(rows, first, n);
       if (first == 0) {
         slot.inputs[0] = Optimizer<T>::inputs_of(config_, values, step);
         device_.copy_in(inputs_, slot.inputs.data(), sizeof(StepInputs<T>));
@@ -492,31 +485,6 @@ class EngineOf : public Engine {
     ++counted_steps_;
   }
 
-  // Sends tokens first … first + n − 1 of the rows to the model's batch buffers. Past the rows' end the last row is padded with
-  // copies of token 0, each row a document of its own, so that every value is defined.
-  Staging& stage(const StepRows& rows, int64_t first, int64_t n) {
-    Staging& slot = staging_[staged_++ % kStagingSlots];
-    slot.sent->wait();
-    int32_t* inputs = slot.batch.data();
-    int32_t* targets = inputs + n;
-    int32_t* doc_start = targets + n;
-    const int64_t total = rows.num_rows * rows.row_tokens, row = rows.row_tokens;
-    const int64_t valid = std::clamp<int64_t>(total - first, 0, n);
-    std::copy_n(rows.inputs.begin() + first, valid, inputs);
-    std::copy_n(rows.targets.begin() + first, valid, targets);
-    std::fill(inputs + valid, inputs + n, 0);
-    std::fill(targets + valid, targets + n, 0);
-    for (int64_t t = 0; t < n; ++t) {
-      const int64_t row_start = t / row * row;
-      doc_start[t] = static_cast<int32_t>(row_start + (t < valid ? rows.doc_start[static_cast<size_t>(first + t)] : 0));
-    }
-    const size_t bytes = static_cast<size_t>(n) * sizeof(int32_t);
-    device_.copy_in(model_->tokens(), inputs, bytes);
-    device_.copy_in(model_->targets(), targets, bytes);
-    device_.copy_in(model_->doc_start(), doc_start, bytes);
-    return slot;
-  }
-
   Config config_;
   Device& device_;
   EngineOptions options_;
@@ -526,7 +494,9 @@ class EngineOf : public Engine {
   Parameters<T> parameters_;
   std::unique_ptr<Model<T>> model_;
   Optimizer<T> optimizer_;
+  std::optional<Extrapolation<T>> extrapolation_;
   CollectedState collected_;
+  ResultRing results_;
   std::optional<TouchedRows> touched_;    // several ranks: of the bigram table, if its gradient may travel sparsely
   std::vector<ModelPass> micro_batches_;  // by stage
   int64_t max_tokens_ = 0, evaluation_tokens_ = 0;
@@ -535,9 +505,7 @@ class EngineOf : public Engine {
   StepInputs<T>* inputs_ = nullptr;
   kernels::StepVerdict *verdict_ = nullptr, *evaluation_ = nullptr;
   std::optional<Arena> arena_;
-  std::vector<Staging> staging_;
-  std::vector<Result> results_;
-  size_t staged_ = 0, submitted_ = 0, taken_ = 0;
+  std::optional<BatchStaging<T>> staging_;
   std::unique_ptr<Graph> derive_graph_, end_graph_, split_graph_;
   std::map<bool, std::unique_ptr<Graph>> begin_graphs_;  // by `exact`
   std::map<PassKey, std::unique_ptr<Graph>> micro_batch_graphs_, evaluate_graphs_;

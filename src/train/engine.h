@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/extrapolation/extrapolation.h"
 #include "src/config/config.h"
 #include "src/core/device.h"
 #include "src/core/memory_plan.h"
@@ -22,15 +23,18 @@
 namespace speedrun {
 
 struct StepResult {
-  int step = 0;            // index of the update
-  double loss = 0;         // mean over the step's tokens, nats
-  double grad_norm = 0;    // before clipping
-  bool finite = true;      // false: this step and all later ones left the weights alone
-  std::string bad_tensor;  // then: "loss" or the first parameter whose gradient is not finite
+  int step = 0;                             // index of the update
+  double loss = 0;                          // mean over the step's tokens, nats
+  double grad_norm = 0;                     // before clipping
+  bool finite = true;                       // false: this step and all later ones left the weights alone
+  std::string bad_tensor;                   // then: "loss" or the first parameter whose gradient is not finite
+  std::optional<kernels::JumpReport> jump;  // extrapolation.apply = weights: made or refused after this update
 };
 
 // State entries of parameters are named by this and the parameter's name; optimizer state has other prefixes.
 inline constexpr std::string_view kParameterPrefix = "parameter/";
+// Those of weight extrapolation, history and averages: a run that branches off with other extrapolation.* keys begins without them.
+inline constexpr std::string_view kExtrapolationPrefix = "extrapolation.";
 
 // A tensor of the run's state in host memory, for checkpoints. Parameters appear as FP32 masters, whatever their form on the
 // device, so that a checkpoint made on a GPU can be evaluated on a CPU.
@@ -81,6 +85,16 @@ class Engine {
   // Results in order. poll: the next one if it has arrived; wait: the next one that was submitted.
   virtual std::optional<StepResult> poll_result() = 0;
   virtual std::optional<StepResult> wait_result() = 0;
+
+  // Weight extrapolation (src/optim/extrapolation.h). extrapolation.apply = readout: from begin_readout on the weights are as a
+  // validation after `completed` updates is to see them, until end_readout; no step and no checkpoint in between. Before
+  // begin_evaluation; synchronous: the report is filled at return.
+  // False: there is nothing to see, and nothing was touched.
+  virtual bool begin_readout(int completed, kernels::JumpReport* report) = 0;
+  virtual void end_readout() = 0;
+  virtual std::string extrapolation_note() const = 0;  // for the log; empty: extrapolation.method is none
+  // For a run that branches off with other extrapolation.* keys: history begins anew after `completed` updates.
+  virtual void restart_extrapolation(int completed) = 0;
 
   // Before the calls below, and again after every change of the weights: windows and shared matrices are those of a model after
   // `completed` steps.

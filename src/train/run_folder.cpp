@@ -72,7 +72,8 @@ void RunFolder::trim_metrics(int first_step) const {
     const auto json = nlohmann::json::parse(line, nullptr, false);
     if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer()) continue;  // a line cut short by a kill
     const int step = json["step"].get<int>();
-    if (json.contains("val_loss") ? step <= first_step : step < first_step) kept += line + "\n";
+    const bool counts_updates = json.contains("val_loss") || json.contains("jump");
+    if (counts_updates ? step <= first_step : step < first_step) kept += line + "\n";
   }
   write_file_atomically(file.string(), kept);
 }

@@ -23,8 +23,8 @@ class RunFolder {
   void write_config(const Config& config) const;
   void write_result(const nlohmann::ordered_json& result) const;
 
-  // Drops metrics of updates from `first_step` on and of validations after more than `first_step` updates: a resumed run makes them
-  // again.
+  // Drops metrics of updates from `first_step` on, and of validations and jumps after more than `first_step` updates: a resumed run
+  // makes them again.
   void trim_metrics(int first_step) const;
 
  private:

@@ -108,11 +108,11 @@ TEST(RunFolder, OpenTakesARunAndRefusesTheRestByName) {
   refused(folder.path());
 }
 
-// The (step, loss or val_loss) of every line, validations marked with 'v'.
+// The step of every line, validations marked with 'v', jumps with 'j'.
 std::vector<std::string> steps_of(const std::filesystem::path& run) {
   std::vector<std::string> steps;
   for (const auto& line : read_metrics(run))
-    steps.push_back((line.contains("val_loss") ? "v" : "") + std::to_string(line["step"].get<int>()));
+    steps.push_back((line.contains("val_loss") ? "v" : line.contains("jump") ? "j" : "") + std::to_string(line["step"].get<int>()));
   return steps;
 }
 
@@ -125,6 +125,7 @@ TEST(RunFolder, TrimmedMetricsEndWhereTheCheckpointDoes) {
   {
     MetricsFile metrics(file);
     for (int step = 0; step < 8; ++step) {
+      if (step % 4 == 0 && step > 0) metrics.write({{"step", step}, {"jump", 1e-3}});
       if (step % 2 == 0) metrics.write({{"step", step}, {"val_loss", step == 4 ? kNan : 3.5}});
       metrics.write({{"step", step}, {"loss", 4.0}});
     }
@@ -135,11 +136,11 @@ TEST(RunFolder, TrimmedMetricsEndWhereTheCheckpointDoes) {
     run.trim_metrics(first_step);
     return steps_of(run.path());
   };
-  // The validation after 4 updates belongs to the checkpoint after 4; the update with index 4 does not.
-  EXPECT_EQ(trimmed(whole, 4), (std::vector<std::string>{"v0", "0", "1", "v2", "2", "3", "v4"}));
-  EXPECT_EQ(trimmed(whole, 5), (std::vector<std::string>{"v0", "0", "1", "v2", "2", "3", "v4", "4"}));
+  // Jump and validation after 4 updates belong to the checkpoint after 4; the update with index 4 does not.
+  EXPECT_EQ(trimmed(whole, 4), (std::vector<std::string>{"v0", "0", "1", "v2", "2", "3", "j4", "v4"}));
+  EXPECT_EQ(trimmed(whole, 5), (std::vector<std::string>{"v0", "0", "1", "v2", "2", "3", "j4", "v4", "4"}));
   EXPECT_EQ(trimmed(whole, 0), (std::vector<std::string>{"v0"}));
-  EXPECT_EQ(trimmed(whole, 100).size(), 12u);
+  EXPECT_EQ(trimmed(whole, 100).size(), 13u);
   EXPECT_EQ(read_file(file.string()), whole) << "lines that stay changed";
   EXPECT_EQ(trimmed("", 3).size(), 0u);
 }
@@ -219,15 +220,21 @@ TEST(ResultJson, IsValidWithLossesThatAreNotFinite) {
   EXPECT_EQ(result["reached"], false);
   for (const char* key : {"val_loss", "train_loss", "reached_at", "mfu", "joules", "joules_per_token"})
     EXPECT_TRUE(result.at(key).is_null()) << key << " is " << result[key];
+  EXPECT_TRUE(result["from"].is_null() && result["val_loss_raw"].is_null());
   EXPECT_EQ(result["outcome"], "non-finite: step 3");
   EXPECT_EQ(result["train_shards"][0]["tokens"], 100);
 
   record.val_loss = 3.25;
+  record.val_loss_raw = 3.5;
+  record.from_checkpoint = "/c.ckpt";
+  record.from_step = 2;
   record.reached = TargetReached{.step = 7, .clock_s = 1.5, .loss = 3.25};
   record.joules = 10;
   record.tokens = 4;
   result = written(record);
   EXPECT_EQ(result["val_loss"], 3.25);
+  EXPECT_EQ(result["val_loss_raw"], 3.5);
+  EXPECT_EQ(result["from"], (nlohmann::json{{"checkpoint", "/c.ckpt"}, {"step", 2}}));
   EXPECT_EQ(result["reached_at"], (nlohmann::json{{"step", 7}, {"clock_s", 1.5}, {"val_loss", 3.25}}));
   EXPECT_EQ(result["joules_per_token"], 2.5);
 }

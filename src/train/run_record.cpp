@@ -46,17 +46,21 @@ Json result_json(const Config& config, const RunRecord& record, const PhaseClock
   Json reached = nullptr;
   if (record.reached)
     reached = {{"step", record.reached->step}, {"clock_s", record.reached->clock_s}, {"val_loss", record.reached->loss}};
+  Json from = nullptr;
+  if (!record.from_checkpoint.empty()) from = {{"checkpoint", record.from_checkpoint}, {"step", record.from_step}};
   const double peak = device.peak_bf16_flops() * record.ranks;
   return {{"outcome", record.outcome},
           {"reached", record.reached.has_value()},
           {"target_loss", config.train.target_loss},
           {"reached_at", reached},
           {"val_loss", optional_number(record.val_loss)},
+          {"val_loss_raw", optional_number(record.val_loss_raw)},
           {"train_loss", optional_number(record.train_loss)},
           {"steps", record.steps},
           {"tokens", record.tokens},
           {"parameters", record.parameters},
           {"seed", config.train.seed},
+          {"from", from},
           {"clock_s", seconds},
           {"startup_s", clock.seconds(Phase::startup)},
           {"warmup_s", clock.seconds(Phase::warmup)},

@@ -24,14 +24,7 @@ int64_t evaluation_tokens(const Config& config, int64_t row, bool cuda) {
 
 SavedModel open_saved_model(const std::filesystem::path& path, const std::vector<std::string>& overrides, SavedModelUse use,
                             Log& log) {
-  std::filesystem::path file = path;
-  if (std::filesystem::is_directory(path)) {
-    const auto newest = newest_good_checkpoint(path, [&](const std::string& text) { log.warn(text); });
-    if (!newest) throw InputError(path.string() + ": holds no good checkpoint");
-    file = *newest;
-  } else if (!std::filesystem::exists(path)) {
-    throw InputError(path.string() + ": no such run or checkpoint");
-  }
+  const std::filesystem::path file = find_checkpoint(path, [&](const std::string& text) { log.warn(text); });
   SavedModel model;
   const CheckpointMeta meta = read_checkpoint_meta(file);
   model.config = parse_config(meta.config, file.string(), std::filesystem::current_path(), overrides);

@@ -1,5 +1,5 @@
 #pragma once
-// A tiny run for the tests of this folder: shards, config, metrics.
+// A tiny run for the tests of this folder: shards, config, ways to begin it, what it leaves.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -9,12 +9,16 @@
 #include <vector>
 
 #include "src/config/config_io.h"
+#include "src/core/device.h"
 #include "src/core/file.h"
 #include "src/core/log.h"
 #include "src/core/random.h"
 #include "src/core/test_folder.h"
 #include "src/core/test_refusal.h"
 #include "src/data/token_shard.h"
+#include "src/train/checkpoint.h"
+#include "src/train/data_setup.h"
+#include "src/train/engine.h"
 #include "src/train/trainer.h"
 
 namespace speedrun {
@@ -127,6 +131,56 @@ inline std::vector<nlohmann::json> read_metrics(const std::filesystem::path& run
   std::ifstream file(run / "metrics.jsonl");
   for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
   return lines;
+}
+
+inline int train_config(const std::filesystem::path& config, const std::vector<std::string>& overrides = {}) {
+  Log log;
+  TrainOptions options;
+  options.config = load_config(config, overrides);
+  options.config_name = "test";
+  return train(options, log);
+}
+
+inline int resume_run(const std::filesystem::path& run, const std::vector<std::string>& overrides = {}) {
+  Log log;
+  TrainOptions options;
+  options.resume = run;
+  options.config = load_config(run / "config.json", overrides);
+  return train(options, log);
+}
+
+// A new run from a checkpoint, with the config that it holds.
+inline int branch_run(const std::filesystem::path& checkpoint, const std::vector<std::string>& overrides = {}) {
+  Log log;
+  TrainOptions options;
+  options.from = checkpoint;
+  options.config =
+      parse_config(read_checkpoint_meta(checkpoint).config, checkpoint.string(), std::filesystem::current_path(), overrides);
+  options.config_name = "test";
+  return train(options, log);
+}
+
+inline std::vector<double> train_losses(const std::filesystem::path& run) {
+  std::vector<double> losses;
+  for (const auto& line : read_metrics(run)) {
+    if (line.contains("loss")) losses.push_back(line["loss"].get<double>());
+  }
+  return losses;
+}
+
+// All bytes of a checkpoint that are state: everything but the clock and the header that holds it.
+inline std::vector<std::pair<std::string, std::vector<std::byte>>> checkpoint_state(const std::filesystem::path& file) {
+  const CheckpointMeta meta = read_checkpoint_meta(file);
+  const Config config = parse_config(meta.config, file.string(), file.parent_path());
+  auto device = config.train.device == DeviceChoice::cuda ? make_cuda_device(0) : make_cpu_device(1);
+  auto engine = make_engine(
+      config, *device,
+      {.micro_batch_tokens = config.train.micro_batch_tokens, .evaluation_row_tokens = eval_row_tokens(config), .training = true});
+  engine->warm_up();
+  load_checkpoint(file, engine->state(), false);
+  std::vector<std::pair<std::string, std::vector<std::byte>>> state;
+  for (const StateEntry& entry : engine->state()) state.emplace_back(entry.name, entry.read());
+  return state;
 }
 
 }  // namespace speedrun

@@ -1,8 +1,5 @@
 #include "src/train/trainer.h"
 
-#include <algorithm>
-#include <array>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -28,32 +25,14 @@
 #include "src/train/evaluate.h"
 #include "src/train/run_folder.h"
 #include "src/train/run_record.h"
+#include "src/train/run_report.h"
+#include "src/train/start.h"
 #include "src/train/stop_signal.h"
 #include "src/train/timeline.h"
 #include "src/train/weights_file.h"
 
 namespace speedrun {
 namespace {
-
-std::string duration(double seconds) {
-  if (seconds < 60) return fmt::format("{:.1f} s", seconds);
-  const auto whole = static_cast<long>(std::lround(seconds));
-  if (whole < 3600) return fmt::format("{}:{:02} min", whole / 60, whole % 60);
-  return fmt::format("{}:{:02} h", whole / 3600, whole / 60 % 60);
-}
-
-std::string rate(double tokens_per_s) {
-  if (tokens_per_s >= 1e6) return fmt::format("{:.2f} M tok/s", tokens_per_s * 1e-6);
-  return fmt::format("{:.1f} k tok/s", tokens_per_s * 1e-3);
-}
-
-// Tokens of steps first … end − 1.
-int64_t tokens_between(const Config& config, int first, int end) {
-  int64_t tokens = 0;
-  for (const StageValues& stage : stages_of(config))
-    tokens += std::max(std::min(end, stage.end) - std::max(first, stage.begin), 0) * stage.batch_tokens;
-  return tokens;
-}
 
 class Trainer {
  public:
@@ -67,17 +46,13 @@ class Trainer {
  private:
   void open_data();
   void build_engine();
-  void start_or_resume();
-  std::optional<std::filesystem::path> newest_checkpoint();
-  void check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint);
+  void start();
   void set_prefix_table();
   void loop();  // to the last step, the target, a signal or a failure
   void submit(int step);
   void take(const StepResult& result);
   void drain();
   void validate(int completed);
-  void write_metrics(nlohmann::ordered_json line);
-  void report_fp8();
   void save(int completed);
   void enter(Phase phase);
   void announce();
@@ -103,23 +78,19 @@ class Trainer {
   ShardList train_shards_, val_shards_;
   std::unique_ptr<Engine> engine_;
   std::optional<RunFolder> folder_;
-  std::optional<MetricsFile> metrics_;
+  std::optional<StartPoint> start_;
+  std::optional<RunReport> report_;
   RunRecord record_;
   StepRows rows_;
   int first_step_ = 0, completed_ = 0, steps_ = 0;
-  int last_step_ = -1;  // several ranks: the step after which all stop; -1: nobody wants to
-  int saved_ = -1;      // completed updates of the newest checkpoint
+  int last_step_ = -1;                       // several ranks: the step after which all stop; -1: nobody wants to
+  std::filesystem::path newest_checkpoint_;  // that the run could go on from; empty: none
   int64_t checkpoints_ = 0;
   std::vector<StageValues> stages_;
   std::vector<double> flops_per_token_;  // by stage
-  double flops_ = 0;                     // of the steps taken
-  double carried_s_ = 0;                 // of all phases, from the processes that a resumed run continues
+  double carried_s_ = 0;                 // of all phases, of the run before the checkpoint that this process goes on from
   double joules_mark_ = -1;              // energy counter when the training clock started; -1: not running or not measured
-  double progress_at_ = -1;              // wall seconds of the last progress line
-  double speed_clock_ = 0;               // where the current speed window began: clock, tokens
-  int64_t speed_tokens_ = 0, tokens_done_ = 0;
-  double tokens_per_s_ = 0;
-  std::string failure_;  // a non-finite step
+  std::string failure_;                  // a non-finite step
 };
 
 // Every switch waits for the device and reads the energy counter, so that time and joules are charged to the phase that spent them.
@@ -176,74 +147,21 @@ void Trainer::build_engine() {
   }
   log_.line("memory plan:\n" + engine_->memory_plan().table());
   record_.parameters = engine_->parameter_count();
+  report_.emplace(config_, log_, device_->peak_bf16_flops() * record_.ranks, first_step_);
 }
 
-// A resumed run goes on with the same model on the same steps: other keys may change, and the log says which.
-void Trainer::check_same_training(const CheckpointMeta& meta, const std::filesystem::path& checkpoint) {
-  constexpr std::array<std::string_view, 5> kFixed = {"train.batch_tokens", "train.seq_len", "data.reader", "data.max_seq_len",
-                                                      "data.document_rows"};
-  // What decides which tokens a step sees.
-  const auto is_rows_of_a_stage = [](std::string_view key) {
-    return key.starts_with("schedule.stages.") &&
-           (key.ends_with(".steps") || key.ends_with(".batch_tokens") || key.ends_with(".max_seq_len"));
-  };
-  const Config before = parse_config(meta.config, checkpoint.string(), std::filesystem::current_path());
-  for (const KeyChange& change : changed_keys(before, config_)) {
-    const bool model = change.key.starts_with("model.") && change.key != "model.init";
-    if (model || is_rows_of_a_stage(change.key) || std::find(kFixed.begin(), kFixed.end(), change.key) != kFixed.end()) {
-      throw InputError(fmt::format("{}: was trained with {} = {}, not {}: resume with the same value, or start a new run",
-                                   checkpoint.string(), change.key, change.before, change.after));
-    }
-    log_.line(fmt::format("changed since the checkpoint: {} from {} to {}", change.key, change.before, change.after));
-  }
-}
-
-void Trainer::start_or_resume() {
+void Trainer::start() {
   enter(Phase::warmup);
   engine_->warm_up();
   enter(Phase::startup);
-  if (!options_.resume) {
+  if (start_) {
+    go_on_from(*start_, config_, options_.world.rank, *engine_, *reader_, clock_, record_, log_);
+    for (const double seconds : start_->meta.clock_s) carried_s_ += seconds;
+    newest_checkpoint_ = start_->checkpoint;
+  } else {
     engine_->initialize(config_.train.seed);
     if (!config_.train.init_weights.empty()) load_weights(config_.train.init_weights, engine_->state());
-    return;
   }
-  const auto checkpoint = newest_checkpoint();
-  if (!checkpoint) throw InputError(folder_->path().string() + ": holds no good checkpoint to resume from; start the run anew");
-  const CheckpointMeta meta = read_checkpoint_meta(*checkpoint);
-  check_same_training(meta, *checkpoint);
-  if (meta.shards_hash != fmt::format("{:016x}", train_shards_.hash)) {
-    throw InputError(fmt::format("{}: was trained on other shards (hash {}, data.train has {:016x}): resume with the same data",
-                                 checkpoint->string(), meta.shards_hash, train_shards_.hash));
-  }
-  if (meta.step > steps_)
-    throw InputError(fmt::format("{}: has {} steps done, the schedule has {}: raise schedule.steps to go on", checkpoint->string(),
-                                 meta.step, steps_));
-  load_checkpoint(*checkpoint, engine_->state(), false);
-  reader_->restore(meta.reader);
-  first_step_ = completed_ = saved_ = meta.step;
-  for (int p = 0; p < kNumPhases; ++p) {
-    clock_.add(static_cast<Phase>(p), meta.clock_s[p]);
-    carried_s_ += meta.clock_s[p];
-  }
-  if (meta.has_val_loss) record_.val_loss = meta.last_val_loss;
-  if (meta.reached_step >= 0) record_.reached = TargetReached{meta.reached_step, meta.reached_clock_s, meta.reached_loss};
-  record_.joules = is_root() ? meta.joules : 0;  // those of all ranks
-  tokens_done_ = tokens_between(config_, 0, meta.step);
-  log_.line(fmt::format("resumed from {} after {} steps, clock {}", checkpoint->string(), meta.step,
-                        duration(clock_.seconds(Phase::training))));
-}
-
-// Rank 0 looks for all.
-std::optional<std::filesystem::path> Trainer::newest_checkpoint() {
-  std::string path;
-  if (is_root()) {
-    const auto found = newest_good_checkpoint(folder_->path(), [&](const std::string& text) { log_.warn(text); });
-    if (found) path = found->string();
-  }
-  const Bytes found_by_root = control_.broadcast(MessageWriter().text(path).take());
-  path = MessageReader(found_by_root).text();
-  if (path.empty()) return std::nullopt;
-  return path;
 }
 
 void Trainer::plan_timeline() {
@@ -266,49 +184,15 @@ void Trainer::take(const StepResult& result) {
   if (!result.finite) {
     failure_ =
         fmt::format("step {}: {} is not finite; the weights were left as they were before it", result.step, result.bad_tensor);
-    write_metrics(
-        {{"step", result.step}, {"loss", result.loss}, {"grad_norm", result.grad_norm}, {"bad_tensor", result.bad_tensor}});
+    report_->bad_step(result);
     return;
   }
   completed_ = result.step + 1;
   control_.progress();
-  const StepValues values = schedule_at(config_, result.step);
-  tokens_done_ += values.batch_tokens;
-  const double step_flops_per_token = flops_per_token_[static_cast<size_t>(values.stage)];
-  flops_ += step_flops_per_token * static_cast<double>(values.batch_tokens);
   record_.train_loss = result.loss;
-  const double clock = clock_.seconds(Phase::training);
   if (record_.first_step_s == 0) record_.first_step_s = clock_.total() - carried_s_;
-  // Speed over the last second or so, so that a line shows the present and not the mean since the start.
-  if (clock - speed_clock_ > 1 || tokens_per_s_ == 0) {
-    tokens_per_s_ = static_cast<double>(tokens_done_ - speed_tokens_) / std::max(clock - speed_clock_, 1e-9);
-    speed_clock_ = clock;
-    speed_tokens_ = tokens_done_;
-  }
-  const double peak = device_->peak_bf16_flops() * record_.ranks;
-  const double mfu = peak > 0 ? tokens_per_s_ * step_flops_per_token / peak : 0;  // 0: unknown peak
-  if (result.step % config_.train.log_every == 0) {
-    nlohmann::ordered_json rates;
-    for (int g = 0; g < kNumParameterGroups; ++g)
-      rates[group_name(static_cast<ParameterGroup>(g))] = values.groups[static_cast<size_t>(g)].lr;
-    nlohmann::ordered_json line = {{"step", result.step}, {"loss", result.loss},    {"grad_norm", result.grad_norm},
-                                   {"lr", rates},         {"tokens", tokens_done_}, {"tokens_per_s", tokens_per_s_}};
-    if (mfu > 0) line["mfu"] = mfu;
-    line["clock_s"] = clock;
-    write_metrics(std::move(line));
-  }
-  const double wall = clock_.total();
-  const bool last = completed_ == steps_;
-  if (progress_at_ >= 0 && wall - progress_at_ < log_.progress_interval_s() && !last) return;
-  progress_at_ = wall;
-  const double left = static_cast<double>(tokens_between(config_, completed_, steps_)) / std::max(tokens_per_s_, 1.0);
-  log_.progress(fmt::format("step {}/{}  loss {:.4f}  {}{}  clock {}  left {}", completed_, steps_, result.loss,
-                            rate(tokens_per_s_), mfu > 0 ? fmt::format("  MFU {:.1f}%", mfu * 100) : std::string(), duration(clock),
-                            duration(left)));
-}
-
-void Trainer::write_metrics(nlohmann::ordered_json line) {
-  if (metrics_) metrics_->write(std::move(line));
+  report_->step(result, flops_per_token_[static_cast<size_t>(schedule_at(config_, result.step).stage)], clock_);
+  if (result.jump) report_->jump(completed_, *result.jump, false);
 }
 
 void Trainer::drain() {
@@ -321,38 +205,24 @@ void Trainer::drain() {
 
 void Trainer::validate(int completed) {
   enter(Phase::validation);
-  const double loss = evaluate(*engine_, *validation_, completed, &control_);
-  const double clock = clock_.seconds(Phase::training);
-  record_.val_loss = loss;
-  const bool hit = loss <= config_.train.target_loss;
-  if (hit && !record_.reached) record_.reached = TargetReached{completed, clock, loss};
-  write_metrics({{"step", completed}, {"val_loss", loss}, {"val_tokens", config_.eval.tokens}, {"clock_s", clock}});
-  log_.line(fmt::format("step {}/{}  validation loss {:.4f} on {} tokens  clock {:.3f} s{}", completed, steps_, loss,
-                        config_.eval.tokens, clock,
-                        hit ? fmt::format("  (target {} reached)", config_.train.target_loss) : std::string()));
+  Validation validation{.completed = completed, .loss = evaluate(*engine_, *validation_, completed, &control_), .raw = {}};
+  kernels::JumpReport jump;
+  if (std::isfinite(validation.loss) && engine_->begin_readout(completed, &jump)) {
+    validation.raw = validation.loss;
+    validation.loss = evaluate(*engine_, *validation_, completed, &control_);
+    engine_->end_readout();
+    report_->jump(completed, jump, true);
+  }
+  validation.clock_s = clock_.seconds(Phase::training);
+  record_.val_loss = validation.loss;
+  record_.val_loss_raw = validation.raw;
+  if (validation.loss <= config_.train.target_loss && !record_.reached)
+    record_.reached = TargetReached{completed, validation.clock_s, validation.loss};
+  report_->validation(validation);
   // Finite gradients can still make a weight infinite (a huge learning rate): such weights are not to become a checkpoint. Of
   // initial weights the first step says more: which tensor it is.
-  if (!std::isfinite(loss) && (completed > 0 || steps_ == 0))
+  if (!std::isfinite(validation.loss) && (completed > 0 || steps_ == 0))
     failure_ = fmt::format("the validation loss after {} steps is not finite", completed);
-}
-
-// Which FP8 tensors lost more than the config wants to be told of, and the worst of all.
-void Trainer::report_fp8() {
-  const Fp8Losses* worst = nullptr;
-  const auto share = [](const Fp8Losses& losses) {
-    return static_cast<double>(std::max(losses.saturated, losses.flushed)) /
-           static_cast<double>(std::max<int64_t>(losses.values, 1));
-  };
-  const std::vector<Fp8Losses> all = engine_->take_fp8_losses();
-  for (const Fp8Losses& losses : all) {
-    if (worst == nullptr || share(losses) > share(*worst)) worst = &losses;
-    if (share(losses) <= config_.fp8.warn_saturated) continue;
-    log_.warn(fmt::format("FP8: {}: {:.3g}% of its values saturated, {:.3g}% flushed to zero (fp8.warn_saturated {})", losses.name,
-                          100.0 * static_cast<double>(losses.saturated) / static_cast<double>(losses.values),
-                          100.0 * static_cast<double>(losses.flushed) / static_cast<double>(losses.values),
-                          config_.fp8.warn_saturated));
-  }
-  if (worst != nullptr) log_.line(fmt::format("FP8: worst tensor {}, {:.3g}% lost", worst->name, 100 * share(*worst)));
 }
 
 void Trainer::save(int completed) {
@@ -362,6 +232,7 @@ void Trainer::save(int completed) {
   meta.reader = reader_->state();
   meta.last_val_loss = record_.val_loss.value_or(0);
   meta.has_val_loss = record_.val_loss.has_value();
+  meta.last_val_loss_raw = record_.val_loss_raw;
   for (int p = 0; p < kNumPhases; ++p) meta.clock_s[p] = clock_.seconds(static_cast<Phase>(p));
   if (record_.reached) {
     meta.reached_step = record_.reached->step;
@@ -371,6 +242,8 @@ void Trainer::save(int completed) {
   meta.joules = control_.sum(record_.joules);
   meta.config = dump_config(config_);
   meta.shards_hash = fmt::format("{:016x}", train_shards_.hash);
+  meta.from_checkpoint = record_.from_checkpoint;
+  meta.from_step = record_.from_step;
   const std::vector<StateEntry> state = engine_->state();
   if (!is_root()) {
     for (const StateEntry& entry : state) entry.read();  // rank 0 collects and writes
@@ -385,10 +258,11 @@ void Trainer::save(int completed) {
   }
   fault(FaultPlace::checkpoint, checkpoints_++);
   control_.barrier();
-  saved_ = completed;
+  // A rank without the folder names the file; its lines are not shown anyway.
+  newest_checkpoint_ = checkpoint_path(folder_ ? folder_->path() : std::filesystem::path(), completed);
   if (!is_root()) return;
   prune_checkpoints(folder_->path(), config_.checkpoint.keep);
-  log_.line(fmt::format("checkpoint {}", checkpoint_path(folder_->path(), completed).string()));
+  log_.line(fmt::format("checkpoint {}", newest_checkpoint_.string()));
 }
 
 // Where the loss has a prefix term.
@@ -409,8 +283,7 @@ void Trainer::loop() {
   if (first_step_ == 0 && eval_due(config_, 0)) validate(0);
   enter(Phase::training);
   set_prefix_table();  // the clock runs: it is part of the training
-  speed_clock_ = clock_.seconds(Phase::training);
-  speed_tokens_ = tokens_done_;
+  report_->training_begins(clock_.seconds(Phase::training));
   for (int step = first_step_; step < steps_; ++step) {
     fault(FaultPlace::step, step);
     if (has_several_ranks()) {
@@ -435,7 +308,7 @@ void Trainer::loop() {
     if (timeline_) timeline_->interrupt();
     if (evaluate_now && failure_.empty()) {
       validate(completed);
-      report_fp8();
+      report_->fp8(engine_->take_fp8_losses());
     }
     const bool at_target = record_.reached && config_.train.stop_at_target;
     if ((save_now || (at_target && config_.checkpoint.at_end)) && failure_.empty()) save(completed);
@@ -451,8 +324,8 @@ int Trainer::finish() {
   // After a failure the ranks may be at different places: no more calls that all have to make.
   if (failure_.empty()) record_.joules = control_.sum(record_.joules);
   record_.steps = completed_;
-  record_.tokens = tokens_done_;
-  record_.flops = flops_;
+  record_.tokens = report_->tokens();
+  record_.flops = report_->flops();
   if (!failure_.empty()) {
     record_.outcome = "non-finite: " + failure_;
   } else if (signal != 0 && completed_ < steps_) {
@@ -461,21 +334,13 @@ int Trainer::finish() {
     record_.outcome = completed_ < steps_ ? "stopped at target" : "finished";
   }
   if (is_root()) folder_->write_result(result_json(config_, record_, clock_, *device_, train_shards_, val_shards_));
-  log_.line(
-      fmt::format("clock {:.3f} s (start-up {:.1f} s, warm-up {:.1f} s, validation {:.1f} s, checkpoints {:.1f} s, total {:.1f} s)",
-                  clock_.seconds(Phase::training), clock_.seconds(Phase::startup), clock_.seconds(Phase::warmup),
-                  clock_.seconds(Phase::validation), clock_.seconds(Phase::checkpoint), clock_.total()));
-  if (record_.joules > 0 && tokens_done_ > 0) {
-    log_.line(fmt::format("{:.0f} J, {:.3f} mJ a token", record_.joules, record_.joules / static_cast<double>(tokens_done_) * 1e3));
-  }
+  report_->end(record_, clock_);
   if (const TableSums sums = engine_->table_sums(); sums.sparse + sums.dense > 0)
     log_.line(
         fmt::format("bigram table: {} sums over the ranks of its touched rows alone, {} of the whole", sums.sparse, sums.dense));
   if (!failure_.empty()) {
-    // A rank without the folder says the step; the others' lines are not shown anyway.
-    const std::string place =
-        folder_ ? checkpoint_path(folder_->path(), std::max(saved_, 0)).string() : fmt::format("that of step {}", saved_);
-    const std::string newest = saved_ >= 0 ? "the newest good checkpoint is " + place : "there is no checkpoint";
+    const std::string newest =
+        newest_checkpoint_.empty() ? "there is no checkpoint" : "the newest good checkpoint is " + newest_checkpoint_.string();
     throw Error(fmt::format("{}; {}", failure_, newest), ExitCode::non_finite);
   }
   if (record_.reached) {
@@ -511,29 +376,31 @@ int Trainer::run() {
   if (options_.resume) folder_ = RunFolder::open(*options_.resume);
   announce();
   open_data();
+  start_ = find_start(options_, train_shards_, control_, log_);
+  if (start_) first_step_ = completed_ = start_->meta.step;
   build_engine();
   if (options_.dry_run) {
+    if (start_ && is_root()) verify_checkpoint(start_->checkpoint);
     log_.line("dry run: data and memory suffice");
     return 0;
   }
   const bool keeps_run = options_.gradients_file.empty();
   fault(FaultPlace::init, 0);
-  if (keeps_run && is_root()) {
-    // Only now that data and memory suffice is there a run to leave a folder of.
-    if (!folder_) folder_ = RunFolder::create(config_, options_.config_name);
-    log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
-  }
-  start_or_resume();
+  start();
   if (!keeps_run) {
     write_gradients();
     return 0;
   }
   if (is_root()) {
+    // Only now that data, memory and weights are there is there a run to leave a folder of.
+    if (!folder_) folder_ = RunFolder::create(config_, options_.config_name);
+    log_.open((folder_->path() / "log.txt").string(), options_.resume.has_value());
     folder_->trim_metrics(first_step_);
     folder_->write_config(config_);
-    metrics_.emplace(folder_->path() / "metrics.jsonl");
+    report_->open_metrics(folder_->path() / "metrics.jsonl");
   }
   for (const std::string& text : engine_->notes()) log_.line(text);
+  if (const std::string text = engine_->extrapolation_note(); !text.empty()) log_.line("weight extrapolation: " + text);
   if (timeline_) plan_timeline();
   loop();
   if (timeline_ && failure_.empty()) {

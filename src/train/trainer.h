@@ -13,11 +13,12 @@ namespace speedrun {
 
 struct TrainOptions {
   Config config;
-  std::string config_name;                      // for the run's folder
-  std::optional<std::filesystem::path> resume;  // a run's folder: go on from its newest good checkpoint
-  bool dry_run = false;                         // check data and memory, then stop
-  World world = {};                             // the ranks of the run, and which this process is
-  std::string gradients_file;                   // write the first step's gradients (safetensors) and stop
+  std::string config_name;                         // for the run's folder
+  std::optional<std::filesystem::path> resume;     // a run's folder: go on from its newest good checkpoint
+  std::optional<std::filesystem::path> from = {};  // a checkpoint of another run: this new run goes on from there, with `config`
+  bool dry_run = false;                            // check data and memory, then stop
+  World world = {};                                // the ranks of the run, and which this process is
+  std::string gradients_file;                      // write the first step's gradients (safetensors) and stop
   TimelineOptions timeline = {};
 };
 

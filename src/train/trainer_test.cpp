@@ -20,45 +20,6 @@
 namespace speedrun {
 namespace {
 
-int train_config(const std::filesystem::path& config, const std::vector<std::string>& overrides = {}) {
-  Log log;
-  TrainOptions options;
-  options.config = load_config(config, overrides);
-  options.config_name = "test";
-  return train(options, log);
-}
-
-int resume_run(const std::filesystem::path& run, const std::vector<std::string>& overrides = {}) {
-  Log log;
-  TrainOptions options;
-  options.resume = run;
-  options.config = load_config(run / "config.json", overrides);
-  return train(options, log);
-}
-
-std::vector<double> train_losses(const std::filesystem::path& run) {
-  std::vector<double> losses;
-  for (const auto& line : read_metrics(run)) {
-    if (line.contains("loss")) losses.push_back(line["loss"].get<double>());
-  }
-  return losses;
-}
-
-// All bytes of a checkpoint that are state: everything but the clock and the header that holds it.
-std::vector<std::pair<std::string, std::vector<std::byte>>> checkpoint_state(const std::filesystem::path& file) {
-  const CheckpointMeta meta = read_checkpoint_meta(file);
-  const Config config = parse_config(meta.config, file.string(), file.parent_path());
-  auto device = config.train.device == DeviceChoice::cuda ? make_cuda_device(0) : make_cpu_device(1);
-  auto engine = make_engine(
-      config, *device,
-      {.micro_batch_tokens = config.train.micro_batch_tokens, .evaluation_row_tokens = eval_row_tokens(config), .training = true});
-  engine->warm_up();
-  load_checkpoint(file, engine->state(), false);
-  std::vector<std::pair<std::string, std::vector<std::byte>>> state;
-  for (const StateEntry& entry : engine->state()) state.emplace_back(entry.name, entry.read());
-  return state;
-}
-
 // `call` must end with exit code 3 and a message that holds every part.
 void expect_non_finite(const std::function<void()>& call, const std::vector<std::string>& parts) {
   try {
@@ -155,6 +116,22 @@ TEST_P(EveryTrack, ResumeEqualsNoInterruption) {
   const CheckpointMeta a = read_checkpoint_meta(checkpoint_path(whole, 20)), b = read_checkpoint_meta(checkpoint_path(cut, 20));
   EXPECT_EQ(a.reader, b.reader);
   EXPECT_EQ(a.last_val_loss, b.last_val_loss);
+}
+
+TEST_P(EveryTrack, ABranchWithUnchangedKeysEqualsNoInterruption) {
+  TestFolder folder;
+  ASSERT_EQ(train_config(write_test_config(folder.path(), patch())), 0);
+  const auto whole = folder.path() / "runs" / "r", branch = folder.path() / "runs" / "r-2";
+  ASSERT_EQ(branch_run(checkpoint_path(whole, 7)), 0);
+  const std::vector<double> losses = train_losses(whole);
+  EXPECT_EQ(train_losses(branch), std::vector<double>(losses.begin() + 7, losses.end()));
+  for (const int step : {14, 20}) {
+    EXPECT_EQ(checkpoint_state(checkpoint_path(branch, step)), checkpoint_state(checkpoint_path(whole, step)));
+    const CheckpointMeta a = read_checkpoint_meta(checkpoint_path(whole, step)),
+                         b = read_checkpoint_meta(checkpoint_path(branch, step));
+    EXPECT_EQ(a.reader, b.reader);
+    EXPECT_EQ(a.last_val_loss, b.last_val_loss);
+  }
 }
 
 TEST_P(EveryTrack, SameBitsTwiceAndOtherBitsForAnotherSeed) {

@@ -1,0 +1,165 @@
+"""Runs of `speedrun` that wait for each other, some at the same time: each has a folder, a log beside it, and is made only once."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+
+
+@dataclasses.dataclass
+class Run:
+    name: str  # of its folder
+    label: str  # for people
+    arguments: list  # of `speedrun train`, without run.dir and run.name
+    after: str | None = None  # the run whose checkpoint this one needs
+    needs: pathlib.Path | None = None  # that checkpoint
+    makes: pathlib.Path | None = None  # a checkpoint that others may need
+    kind: str = "run"  # runs of a kind take about as long
+
+
+def read_result(folder):
+    """result.json of a run that has come to its end, else None."""
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return result if result.get("outcome") in ("finished", "stopped at target") else None
+
+
+def last_line(log):
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+class Queue:
+    """Everything about the runs in one folder. `failures`: what went wrong, a line each."""
+
+    def __init__(self, binary, folder, jobs=1, limit=600.0, budget=0.0, say=print):
+        self.binary, self.folder, self.jobs, self.limit, self.say = binary, folder, jobs, limit, say
+        self.began = time.monotonic()
+        self.deadline = self.began + budget if budget else None  # after it no run is started
+        self.failures, self.seconds, self.left_out = [], {}, 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def elapsed(self):
+        return time.monotonic() - self.began
+
+    def out_of_time(self):
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def result(self, name):
+        return read_result(self.folder / name)
+
+    def wanted(self, runs):
+        """Those that have not been made; a finished run whose checkpoint is gone is made again if another one still needs it."""
+        unfinished = [run for run in runs if self.result(run.name) is None]
+        parents = {run.after for run in unfinished if run.needs is not None and not run.needs.exists()}
+        return [run for run in runs if run in unfinished or run.name in parents]
+
+    def work(self, runs, done=lambda run: None):
+        """Makes what is wanted of `runs`, in their order as far as the checkpoints allow; done(run) after each that ended well."""
+        waiting = self.wanted(runs)
+        total, ended, running, failed = len(waiting), 0, {}, set()
+        try:
+            while waiting or running:
+                for run in [run for run in waiting if run.after in failed]:
+                    waiting.remove(run)
+                    failed.add(run.name)
+                    ended += 1
+                    self.failures.append(f"{run.name}: not made, because {run.after} failed")
+                if self.out_of_time() and waiting:
+                    self.left_out += len(waiting)
+                    self.say(f"no time left: {len(waiting)} runs are not started; the same command goes on with them")
+                    total, waiting = total - len(waiting), []
+                busy = {run.name for _, run, _ in running.values()} | {run.name for run in waiting}
+                for run in [run for run in waiting if run.after is None or run.after not in busy]:
+                    if len(running) >= self.jobs:
+                        break
+                    waiting.remove(run)
+                    process = self.start(run)
+                    running[process.pid] = (process, run, time.monotonic())
+                time.sleep(0.02)
+                for pid, (process, run, since) in list(running.items()):
+                    code = process.poll()
+                    seconds = time.monotonic() - since
+                    if code is None and seconds > self.limit:
+                        process.kill()
+                        process.wait()
+                        code = f"none: it was ended after {self.limit:g} s"
+                    if code is None:
+                        continue
+                    del running[pid]
+                    ended += 1
+                    if self.ended_well(run, code):
+                        self.seconds.setdefault(run.kind, []).append(seconds)
+                        done(run)
+                        self.tell(run, seconds, f"{ended}/{total}", waiting, running)
+                    else:
+                        failed.add(run.name)
+        finally:
+            for process, _, _ in running.values():  # an exception or Ctrl-C: nothing is left behind
+                process.kill()
+                process.wait()
+
+    def start(self, run):
+        shutil.rmtree(self.folder / run.name, ignore_errors=True)  # what an interrupted or older run left
+        command = [str(self.binary), "train", *run.arguments, "--set", f"run.dir={self.folder}", "--set", f"run.name={run.name}"]
+        with open(self.folder / f"{run.name}.log", "wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+    def ended_well(self, run, code):
+        log = self.folder / f"{run.name}.log"
+        missing = run.makes is not None and not run.makes.exists()
+        if code == 0 and self.result(run.name) is not None and not missing:
+            return True
+        if code == 0:
+            why = f"{run.makes} is missing" if missing else "it left no result that says finished"
+        else:
+            why = last_line(log)
+        self.failures.append(f"{run.name}: exit code {code}: {why} ({log})")
+        self.say(f"FAILED {self.failures[-1]}")
+        return False
+
+    def tell(self, run, seconds, count, waiting, running):
+        known = [seconds for times in self.seconds.values() for seconds in times]
+        mean = lambda kind: sum(self.seconds.get(kind, known)) / len(self.seconds.get(kind, known))  # noqa: E731
+        left = (sum(mean(other.kind) for other in waiting) + sum(mean(other.kind) / 2 for _, other, _ in running.values())) / self.jobs
+        loss = self.result(run.name).get("val_loss")
+        loss = "no validation loss" if loss is None else f"validation loss {loss:.5f}"
+        self.say(f"[{self.elapsed():6.1f} s] {count} {run.label}: {loss}, {seconds:.1f} s; left about {left:.0f} s")
+
+    def work_in_pieces(self, run):
+        """One long run: within the time left, then it is told to stop, writes a checkpoint, and the next call goes on from it.
+        True once it has ended well."""
+        if self.result(run.name) is not None and (run.makes is None or run.makes.exists()):
+            return True
+        if self.out_of_time():
+            self.left_out += 1
+            return False
+        folder = self.folder / run.name
+        goes_on = any((folder / "checkpoints").glob("*.ckpt")) and self.result(run.name) is None
+        if goes_on:
+            self.say(f"{run.label}: goes on")
+            with open(self.folder / f"{run.name}.log", "ab") as log:
+                process = subprocess.Popen([str(self.binary), "train", "--resume", str(folder)], stdout=log,
+                                           stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)  # fmt: skip
+        else:
+            self.say(f"{run.label}: starts")
+            process = self.start(run)
+        try:
+            process.wait(None if self.deadline is None else max(self.deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if process.returncode == 128 + signal.SIGTERM:
+            self.left_out += 1
+            self.say(f"{run.label}: stopped with a checkpoint; the same command goes on with it")
+            return False
+        return self.ended_well(run, process.returncode)

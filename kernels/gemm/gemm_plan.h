@@ -58,8 +58,8 @@ struct GemmDescriptors {
   cublasLtMatrixLayout_t c_layout() const { return c ? c.get() : d.get(); }
 };
 
-// Split-K with its parts added in a step of their own sums in a fixed order too; the tuning table may choose it, the heuristic
-// alone not.
+// Split-K with its parts added in a step of their own sums in a fixed order too. The tuning table may choose it; the heuristic is
+// asked for it where sums are long and outputs few.
 enum class SplitK { none, allowed };
 
 // The heuristic's candidates with a fixed order of sums, best first; at most `limit` are asked for.

@@ -10,7 +10,8 @@
 namespace speedrun {
 namespace {
 
-constexpr double kSpeakerSeconds = 1;  // that ranks differ by in finding rank 0 silent, at most
+constexpr double kLauncherSeconds = 0.3;  // in which a launcher has seen the end of a rank
+constexpr double kSpeakerSeconds = 1;     // that ranks differ by in finding rank 0 silent, at most
 constexpr int kMachineFailure = static_cast<int>(ExitCode::failure);
 
 class Member final : public ControlThread {
@@ -164,7 +165,11 @@ void Member::end_process(int exit_code) {
 }
 
 void Member::hub_is_lost(const std::string& what, bool silent) {
-  if (!greeted_) return no_connection("closed the connection without a greeting: it ended, or something else listens there");
+  if (!greeted_) {
+    // A launcher of ours sees how rank 0 ended, which says more: it comes first if it has something to say.
+    if (state_.world.launched_here) usleep(static_cast<useconds_t>(kLauncherSeconds * 1e6));
+    return no_connection("closed the connection without a greeting: it ended, or something else listens there");
+  }
   const bool speaks = state_.world.launched_here ? may_tell_cause() : state_.world.rank == 1;
   if (speaks) print_cause(rank_line(0, hub_process_, what));
   // Rank 1 comes to the same view by itself, not by what the others do to rank 0.

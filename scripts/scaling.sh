@@ -6,7 +6,8 @@
 # timeline: communication that no compute covers; gpt2: GPT-2 124M; resume: a checkpoint of the most ranks goes on on one, and back;
 # faults: each rank killed and stopped in the middle of a step; cycles: starts and ends in a row (--cycles N, 0 unless given).
 # --full: whole Main Track runs as well, on 1 and on the most ranks. Without --train the shards are made up, and losses mean nothing.
-# --one-gpu: all ranks on one GPU, small batches, over the loopback interface: times mean nothing, equality and failures do.
+# --one-gpu: all ranks on one GPU over the loopback interface, small batches, resume and faults with a tiny model: times mean nothing,
+# equality and failures do.
 # --cpu: the same on CPU processes with tiny models, without GPU and timeline. Every run ends after --limit seconds at the latest.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -56,18 +57,22 @@ runs=$(realpath "$runs")
 failed=0
 
 # What the three modes run.
+sample=(--set "data.train=$ROOT/data/sample/sample_train_*.bin" --set "data.val=$ROOT/data/sample/sample_val_*.bin")
 config=$ROOT/configs/main_track.json gpt2=(train "$ROOT/configs/gpt2_124m.json") gpt2_steps=30
 small=(train "$ROOT/configs/tiny.json") eval_tokens=2621440 resume_every=20 gpu_flag=(--gpu)
-main=() data=() common=(--set "run.dir=$runs" --set eval.every=0 --set eval.at_start=false --set checkpoint.every=0
+main=() data=() brief_data=() common=(--set "run.dir=$runs" --set eval.every=0 --set eval.at_start=false --set checkpoint.every=0
   --set checkpoint.at_end=false --set dist.progress_s=120)
 case $mode in
   gpus) stage_steps=${stage_steps:-40} ;;
   one-gpu)
     # The tables' gradients travel through the loopback interface: fewer bigram rows, rows of 4,096 tokens.
-    stage_steps=${stage_steps:-6} gpt2_steps=10 eval_tokens=65536 resume_every=4
+    stage_steps=${stage_steps:-4} gpt2_steps=6 eval_tokens=65536 resume_every=4
     main=(--set model.bigram_rows=50304 --set eval.row_tokens=32768)
+    brief_config=$ROOT/configs/main_track_tiny.json brief_tokens=4096
+    brief_data=(--set train.device=cuda "${sample[@]}" --set data.repeat=20)
     for stage in 0 1 2 3; do main+=(--set "schedule.stages.$stage.batch_tokens=32768"); done
     gpt2+=(--set train.batch_tokens=32768)
+    parts=${parts/timeline/}
     say "one GPU for all ranks: times mean nothing here, only equality and failures do"
     ;;
   cpu)
@@ -90,13 +95,13 @@ if [[ -z $train ]]; then
 fi
 data=(--set "data.train=$train" --set "data.val=$val" --set data.repeat=20)
 gpt2+=("${common[@]}" "${data[@]}" --set "schedule.steps=$gpt2_steps" --set schedule.lr.warmup_steps=2 --set eval.tokens=4096)
-small+=("${common[@]}" --set model.vocab_size=4096 --set "data.train=$ROOT/data/sample/sample_train_*.bin"
-  --set "data.val=$ROOT/data/sample/sample_val_*.bin" --set eval.tokens=1024)
+small+=("${common[@]}" --set model.vocab_size=4096 "${sample[@]}" --set eval.tokens=1024)
+if ((${#brief_data[@]} == 0)); then brief_config=$config brief_tokens=$eval_tokens brief_data=("${data[@]}" "${main[@]}"); fi
 
-# All stages with $1 steps each, the extension with four.
+# short_main CONFIG EVALUATION_TOKENS ARGS…: all stages with as many steps each, the extension with four.
 short_main() {
-  local steps=$1
-  printf '%s\n' train "$config" "${common[@]}" "${data[@]}" "${main[@]}" --set "eval.tokens=$eval_tokens" \
+  local steps=$stage_steps
+  printf '%s\n' train "$1" "${common[@]}" "${@:3}" --set "eval.tokens=$2" \
     --set "schedule.stages.0.steps=$steps" --set "schedule.stages.1.steps=$steps" --set "schedule.stages.2.steps=$steps" \
     --set schedule.stages.3.steps=4 --set "schedule.split_step=$((2 * steps + 1))" --set "schedule.lr.cooldown_steps=$((steps + 4))" \
     --set schedule.lr.hold_steps=4 --set "schedule.momentum.warmup_steps=$steps" --set schedule.momentum.cooldown_steps=3
@@ -114,13 +119,14 @@ run() {
   shift 2
   mapfile -t flags < <(flags_for "$n")
   say "$name"
-  timeout --kill-after=30 "$limit" "$binary" "$@" "${flags[@]}" --set "run.name=$name" >"$runs/$name.log" 2>&1 && return
+  timeout --foreground --kill-after=30 "$limit" "$binary" "$@" "${flags[@]}" --set "run.name=$name" >"$runs/$name.log" 2>&1 && return
   local code=$?
   say "$name FAILED with exit code $code: $(tail -1 "$runs/$name.log")"
   failed=1
 }
 
-mapfile -t short < <(short_main "$stage_steps")
+mapfile -t short < <(short_main "$config" "$eval_tokens" "${data[@]}" "${main[@]}")
+mapfile -t brief < <(short_main "$brief_config" "$brief_tokens" "${brief_data[@]}") # for resume and faults
 for part in $parts; do
   case $part in
     stages) for n in $ranks; do run "stages_$n" "$n" "${short[@]}"; done ;;
@@ -129,8 +135,8 @@ for part in $parts; do
     resume)
       ((most > 1)) || continue
       # The only checkpoint left is in the middle: copies of the folder go on from there.
-      run "resume_$most" "$most" "${short[@]}" --set "checkpoint.every=$((stage_steps + resume_every))" --set checkpoint.keep=9
-      run resume_1 1 "${short[@]}" --set "checkpoint.every=$((stage_steps + resume_every))" --set checkpoint.keep=9
+      run "resume_$most" "$most" "${brief[@]}" --set "checkpoint.every=$((stage_steps + resume_every))" --set checkpoint.keep=9
+      run resume_1 1 "${brief[@]}" --set "checkpoint.every=$((stage_steps + resume_every))" --set checkpoint.keep=9
       for pair in "$most 1" "1 $most"; do
         read -r from to <<<"$pair"
         [[ -d $runs/resume_$from/checkpoints ]] || continue
@@ -149,7 +155,7 @@ for part in $parts; do
           say "$name"
           mapfile -t flags < <(flags_for "$most")
           SPEEDRUN_FAULT=$rank:step:5:$kind python3 -B "$ROOT/scripts/scaling_run.py" watch "$runs/$name.json" --limit 120 \
-            "${gpu_flag[@]}" -- "$binary" "${short[@]}" "${flags[@]}" --set dist.heartbeat_s=2 --set "run.name=$name" || failed=1
+            "${gpu_flag[@]}" -- "$binary" "${brief[@]}" "${flags[@]}" --set dist.heartbeat_s=2 --set "run.name=$name" || failed=1
         done
       done
       ;;

@@ -78,6 +78,7 @@ def end_session(session):
 
 def watch(args):
     """Seconds count from the moment that a process of the command has died or stands still (state T) until all of them are gone."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the command is ended below, as at any other exit
     before = gpu_memory_mib() if args.gpu else None
     with open(args.out.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(args.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

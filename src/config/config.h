@@ -2,9 +2,11 @@
 // The configuration of a run: plain structs whose defaults are the schema's defaults. Every key is declared once, in
 // config_fields.cpp (path, member, range, help); JSON, --set, the resolved dump and the key list follow from there.
 // Nothing below src/train sees these structs except src/model (Config::Model) and src/optim (Config::Optim, Config::Schedule).
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace speedrun {
@@ -35,6 +37,8 @@ enum class WindowKind { full, short_window, long_window };
 // Weight extrapolation (kernels/extrapolation/extrapolation.h). rre to linear jump from a history of snapshots; ema and average are
 // averages of the weights.
 enum class ExtrapolationKind { none, rre, rre_suffix, mpe, anderson, linear, ema, average };
+inline constexpr std::array<std::string_view, 8> kExtrapolationNames = {"none",     "rre",    "rre_suffix", "mpe",
+                                                                        "anderson", "linear", "ema",        "average"};
 enum class ExtrapolationApply { weights, readout };  // readout: validations alone see the result
 enum class ExtrapolatedParameters { matrices, all, all_but_tables };
 

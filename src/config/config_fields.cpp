@@ -49,7 +49,7 @@ const Names enum_names<DeviceChoice> = {"auto", "cpu", "cuda"};
 template <>
 const Names enum_names<WindowKind> = {"full", "short", "long"};
 template <>
-const Names enum_names<ExtrapolationKind> = {"none", "rre", "rre_suffix", "mpe", "anderson", "linear", "ema", "average"};
+const Names enum_names<ExtrapolationKind> = {kExtrapolationNames.begin(), kExtrapolationNames.end()};
 template <>
 const Names enum_names<ExtrapolationApply> = {"weights", "readout"};
 template <>

@@ -56,11 +56,6 @@ kernels::ExtrapolationMethod kernel_method(ExtrapolationKind kind) {
   return ExtrapolationMethod::fixed;
 }
 
-const char* method_name(ExtrapolationKind kind) {
-  static constexpr const char* kNames[] = {"none", "rre", "rre_suffix", "mpe", "anderson", "linear", "ema", "average"};
-  return kNames[static_cast<int>(kind)];
-}
-
 // Updates between two snapshots.
 int64_t snapshot_interval(const Config::Extrapolation& keys) {
   return keys.method == ExtrapolationKind::ema ? 1 : keys.snapshot_every;
@@ -188,8 +183,8 @@ std::string Extrapolation<T>::describe() const {
     when = fmt::format("{} every {} updates", to_weights ? "a jump" : "for validations alone, at most", keys_.every);
     when += due <= last ? fmt::format(" from {} on", due) : ": too few of them for one";
   }
-  return fmt::format("{}, updates {} to {}, {}; {} parameters; {}", method_name(keys_.method), std::max(first, begin_), last, when,
-                     chosen_.size(), memory);
+  return fmt::format("{}, updates {} to {}, {}; {} parameters; {}", kExtrapolationNames[static_cast<size_t>(keys_.method)],
+                     std::max(first, begin_), last, when, chosen_.size(), memory);
 }
 
 template <class T>

@@ -6,7 +6,6 @@
 #include <span>
 
 #include "fmt/format.h"
-#include "src/config/config_io.h"
 #include "src/optim/schedule.h"
 
 namespace speedrun {
@@ -55,7 +54,6 @@ RunReport::RunReport(const Config& config, Log& log, double peak_flops, int comp
       log_(log),
       peak_flops_(peak_flops),
       steps_(num_steps(config)),
-      method_(Json::parse(dump_config(config)).at("extrapolation").at("method").get<std::string>()),
       tokens_(tokens_between(config, 0, completed)) {}
 
 void RunReport::open_metrics(const std::filesystem::path& file) { metrics_.emplace(file); }
@@ -116,7 +114,8 @@ void RunReport::jump(int completed, const kernels::JumpReport& report, bool read
                {"refused", refused ? Json(reason(report.refusal)) : Json(nullptr)}};
   if (readout) line["readout"] = true;
   write(std::move(line));
-  const std::string what = fmt::format("step {}: {} {}", completed, readout ? "read-out" : "jump", method_);
+  const std::string what = fmt::format("step {}: {} {}", completed, readout ? "read-out" : "jump",
+                                       kExtrapolationNames[static_cast<size_t>(config_.extrapolation.method)]);
   if (refused) {
     log_.line(fmt::format("{} refused: {}, the weights are as they were", what, reason(report.refusal)));
     return;

@@ -52,7 +52,6 @@ class RunReport {
   Log& log_;
   double peak_flops_;
   int steps_;
-  std::string method_;  // of weight extrapolation
   std::optional<MetricsFile> metrics_;
   int64_t tokens_ = 0;
   double flops_ = 0;

@@ -4,25 +4,11 @@ import csv
 import json
 import statistics
 
-from paired_statistics import holm, paired
+from markdown_tables import number, p_text, table
+from t_tests import holm, paired
 
 ALPHA = 0.01  # of a verdict, after Holm's correction
 COLUMNS = ("phase", "seed", "method", "setting", "val_loss", "val_loss_raw", "baseline_val_loss", "difference", "tail_s", "run")
-
-
-def table(head, rows):
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
-
-
-def number(value, form):
-    return "–" if value is None else format(value, form)
-
-
-def p_text(p):
-    if p is None:
-        return "–"
-    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
 
 
 def summary(rows):

@@ -14,15 +14,15 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 
 import extrapolation_report
-from run_queue import Queue, Run
+from markdown_tables import table
+from run_metrics import read_lines, scaled, validations
+from run_queue import Queue, Refused, Run, keep_plan, resolved_config, sets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The public record's own numbers (modded-nanogpt's optimization track, result #34).
@@ -83,10 +83,6 @@ def die(message):
     sys.exit(f"extrapolation_study: {message}")
 
 
-def sets(values):
-    return [part for value in values for part in ("--set", value)]
-
-
 def label(setting):
     return " ".join(f"{key}={value}" for key, value in setting.items())
 
@@ -118,13 +114,8 @@ class Plan:
     """Sizes of one study: the resolved config, steps, where the arms branch off, and how their keys are written."""
 
     def __init__(self, binary, config, overrides, tail):
-        command = [str(binary), "train", str(config), *sets(overrides), "--print-config"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            die((done.stderr.strip() or done.stdout.strip() or f"{' '.join(command)} failed").splitlines()[-1])
         self.arguments = [str(config), *sets(overrides)]
-        self.config = json.loads(done.stdout)
-        self.config.pop("run", None)
+        self.config = resolved_config(binary, self.arguments)
         schedule = self.config["schedule"]
         self.scale = schedule.get("scale", 1)
         stages = [stage["steps"] for stage in schedule.get("stages", {}).values()]
@@ -136,8 +127,7 @@ class Plan:
             die(f"--tail {tail}: of {self.steps} steps the arms share {self.branch}: give a share below 0.5 that leaves some steps")
 
     def scaled(self, count, scale=None):
-        """As the program rounds."""
-        return max(1, math.floor(count * (self.scale if scale is None else scale) + 0.5)) if count > 0 else 0
+        return scaled(count, self.scale if scale is None else scale)
 
     def baseline_sets(self):
         return [f"checkpoint.every={self.branch}", "checkpoint.keep=20", "checkpoint.at_end=false", f"eval.every={self.branch}"]
@@ -159,18 +149,6 @@ class Plan:
                 if not jumps(setting | {"method": method}, self.branch, self.steps):
                     die(f"{method} {label(setting)}: would do nothing between updates {self.branch + 1} and {self.steps} "
                         "(a read-out is seen only at a multiple of `every`): change it, or --tail")  # fmt: skip
-
-
-def read_lines(folder):
-    try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def validations(folder):
-    return {line["step"]: line["val_loss"] for line in read_lines(folder) if line.get("val_loss") is not None}
 
 
 def tail_seconds(lines, branch, steps):
@@ -371,7 +349,7 @@ def tune_baseline(args, plan):
             losses.setdefault(combination, []).append(result["val_loss"])
     rows = [[" ".join(combination), str(len(values)), f"{statistics.fmean(values):.5f}"]
             for combination, values in sorted(losses.items(), key=lambda item: statistics.fmean(item[1]))]  # fmt: skip
-    say(extrapolation_report.table(["keys", "n", "mean loss"], rows))
+    say(table(["keys", "n", "mean loss"], rows))
     for failure in queue.failures:
         say(failure)
     return 1 if queue.failures else 3 if queue.left_out else 0
@@ -433,16 +411,6 @@ def chosen_grid(args, track):
     return grid
 
 
-def check_folder(folder, plan):
-    """A folder goes on only with the runs of the same config; more seeds and other settings may join them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file, own = folder / "plan.json", {"config": plan.config, "branch": plan.branch}
-    if not file.exists():
-        file.write_text(json.dumps(own) + "\n", encoding="utf-8")
-    elif json.loads(file.read_text(encoding="utf-8")) != own:
-        die(f"{folder}: holds the runs of another config or --tail: name another folder with --out, or remove it")
-
-
 def main(arguments=None):
     args = parse_arguments(arguments)
     track = TRACKS["tiny" if args.tiny else args.track]
@@ -452,11 +420,14 @@ def main(arguments=None):
     overrides += [f"train.device={args.device}"] if args.device else []
     if not os.access(args.binary, os.X_OK):
         die(f"{args.binary}: not built; run scripts/test.sh, or name one with --binary or SPEEDRUN")
-    plan = Plan(args.binary, config, overrides + args.set, args.tail or (0.12 if args.demo else track.tail))
+    try:
+        plan = Plan(args.binary, config, overrides + args.set, args.tail or (0.12 if args.demo else track.tail))
+        keep_plan(args.out, {"config": plan.config, "branch": plan.branch})
+    except Refused as refused:
+        die(refused)
     if args.jobs > 1 and args.device != "cpu" and plan.config["train"].get("micro_batch_tokens", 0) == 0:
         die("--jobs: runs that share a GPU choose micro-batches by the memory that they find, and then sum in another order: "
             "give --set train.micro_batch_tokens=N")  # fmt: skip
-    check_folder(args.out, plan)
     if args.demo:
         return demo(args, plan)
     if args.tune_baseline:

@@ -17,7 +17,7 @@ import unittest
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import extrapolation_report as report  # noqa: E402
 import extrapolation_study as study  # noqa: E402
-import paired_statistics as stats  # noqa: E402
+import t_tests as stats  # noqa: E402
 
 BINARY = None
 HERE = pathlib.Path(__file__).resolve().parent

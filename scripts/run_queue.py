@@ -20,6 +20,53 @@ class Run:
     kind: str = "run"  # runs of a kind take about as long
 
 
+class Refused(Exception):
+    """What was asked for cannot be: one line that says why."""
+
+
+def sets(values):
+    return [part for value in values for part in ("--set", value)]
+
+
+def resolved_config(binary, arguments):
+    """Of `speedrun train ARGUMENTS`, without where the run is put; what the program does not take is Refused in its own words."""
+    done = subprocess.run([str(binary), "train", *arguments, "--print-config"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Refused(last_line_of(done.stderr) or last_line_of(done.stdout) or f"{binary} train {' '.join(arguments)} failed")
+    config = json.loads(done.stdout)
+    config.pop("run", None)
+    return config
+
+
+def different_keys(a, b, prefix=""):
+    """Dotted names of what differs between two nested dictionaries."""
+    found = []
+    for key in sorted(a.keys() | b.keys()):
+        name, left, right = f"{prefix}{key}", a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found += different_keys(left, right, name + ".")
+        elif left != right:
+            found.append(name)
+    return found
+
+
+def keep_plan(folder, plan):
+    """A folder goes on only with the runs of the same plan (a dictionary); further runs of that may join them."""
+    file = folder / "plan.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_text(json.dumps(plan) + "\n", encoding="utf-8")
+            return
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(f"{folder}: {error}") from error
+    if kept != plan:
+        names = different_keys(kept, plan)
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise Refused(f"{folder}: holds runs with another {shown}: name another folder with --out, or remove it")
+
+
 def read_result(folder):
     """result.json of a run that has come to its end, else None."""
     try:
@@ -29,9 +76,13 @@ def read_result(folder):
     return result if result.get("outcome") in ("finished", "stopped at target") else None
 
 
+def last_line_of(text):
+    """That has something in it; else an empty one."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 def last_line(log):
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return last_line_of(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "") or "it printed nothing"
 
 
 class Queue:

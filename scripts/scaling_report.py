@@ -4,11 +4,13 @@
     scaling_report.py RUNS [--mode gpus|one-gpu|cpu]"""
 
 import argparse
-import json
 import pathlib
 import re
 import statistics
 import sys
+
+from markdown_tables import number, table
+from run_metrics import pairs_ms, read_json, read_steps, stages, uncovered_rows
 
 FAILURE_LIMIT_S = 30  # from the failure of a rank until every process is gone
 MEMORY_MIB = 64  # so much more may be in use after a failure than before it
@@ -21,33 +23,9 @@ LOSS_DIFFERENCE = {"cpu": 1e-3, "one-gpu": 5e-3, "gpus": 5e-3}
 FIRST_DIFFERENCE = {"cpu": (1e-6, 1e-3), "one-gpu": (5e-4, 5e-3), "gpus": (5e-4, 5e-3)}
 
 
-def read_steps(folder):
-    """Lines of metrics.jsonl that belong to an update, by step; a resumed run holds each once."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {line["step"]: line for line in lines if "loss" in line}
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def stages(config):
-    """(first step, end, tokens a step) of every stage that has steps, or the one of a config without stages."""
-    found, begin = [], 0
-    listed = sorted(config["schedule"].get("stages", {}).items(), key=lambda item: int(item[0]))
-    for _, stage in listed:
-        end = begin + stage["steps"]
-        if stage["steps"]:
-            found.append((begin, end, stage["batch_tokens"]))
-        begin = end
-    return found or [(0, config["schedule"]["steps"], config["train"]["batch_tokens"])]
-
-
-def step_ms(steps, begin, end, skip=2):
-    """Median over pairs of neighbouring steps, of which one updates the tables, halved; without the first `skip` of the stage."""
-    clocks = {step: steps[step]["clock_s"] for step in range(begin, end) if step in steps}
-    pairs = [(clocks[k + 1] - clocks[k - 1]) / 2 for k in range(begin + skip, end - 1) if {k - 1, k + 1} <= clocks.keys()]
-    return statistics.median(pairs) * 1e3 if pairs else None
+def step_ms(steps, begin, end):
+    pairs, _ = pairs_ms(steps, begin, end)
+    return statistics.median(pairs) if pairs else None
 
 
 def difference(a, b):
@@ -58,31 +36,6 @@ def difference(a, b):
     relative = lambda key: [abs(a[s][key] - b[s][key]) / max(abs(b[s][key]), 1e-30) for s in common]  # noqa: E731
     losses, norms = relative("loss"), relative("grad_norm")
     return losses[0], statistics.fmean(losses), max(losses), norms[0], statistics.fmean(norms)
-
-
-def uncovered_rows(windows):
-    """By stage, of the rank with the most uncovered: step, compute, communication, uncovered and idle ms, means over windows."""
-    rows = {}
-    for stage in sorted({w["stage"] for w in windows}):
-        by_rank = []
-        for rank in sorted({w["rank"] for w in windows}):
-            own = [w for w in windows if w["stage"] == stage and w["rank"] == rank]
-            steps = sum(w["steps"] for w in own)
-            if not steps:
-                continue
-            keys = ("step_ms", "compute_ms", "communication_ms", "uncovered_communication_ms", "idle_ms")
-            by_rank.append(tuple(sum(w[key] * w["steps"] for w in own) / steps for key in keys))
-        rows[stage] = max(by_rank, key=lambda row: row[3])
-    return rows
-
-
-def table(head, rows):
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
-
-
-def number(value, form):
-    return "–" if value is None else format(value, form)
 
 
 class Report:

@@ -1,4 +1,4 @@
-"""Student's t, paired differences and Holm's correction, with nothing but Python's standard library."""
+"""Student's t, its tests (paired, one sample, Welch's) and Holm's correction, with nothing but Python's standard library."""
 
 import dataclasses
 import math
@@ -91,6 +91,29 @@ def paired(differences, confidence=0.95):
     else:
         p = 1.0 if mean == 0 else 0.0
     return Paired(n, mean, deviation, mean - half, mean + half, p)
+
+
+def mean_below(values, bound):
+    """p of the one-sided one-sample t-test: small if the mean of what the values are drawn from is below the bound. None without a
+    spread to judge by: fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    if error == 0:
+        return 0.0 if mean < bound else 1.0
+    return t_cdf((mean - bound) / error, len(values) - 1)
+
+
+def welch(a, b):
+    """p of Welch's t-test, two-sided: do two samples of different spread have the same mean? None if one has fewer than two values."""
+    if min(len(a), len(b)) < 2:
+        return None
+    errors = [statistics.variance(values) / len(values) for values in (a, b)]  # squared, of the means
+    difference, error = statistics.fmean(a) - statistics.fmean(b), sum(errors)
+    if error == 0:
+        return 1.0 if difference == 0 else 0.0
+    freedom = error**2 / sum(e**2 / (len(values) - 1) for e, values in zip(errors, (a, b)))
+    return t_two_sided(difference / math.sqrt(error), freedom)
 
 
 def holm(p_values):

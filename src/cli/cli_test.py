@@ -221,6 +221,16 @@ class CliTest(Executable):
         self.refused("eval", "runs", names=["runs"])
         self.refused("eval", "test.json", names=["test.json"])
 
+        # export, and a run that begins with what was exported
+        self.assertIn("w.safetensors", self.speedrun("export", "runs/r", "w.safetensors")[0])
+        self.speedrun("train", "test.json", "--set", "train.init_weights=w.safetensors", "--set", "run.name=w",
+                      "--set", "schedule.steps=1")
+        first = next(line["val_loss"] for line in self.metrics(self.folder / "runs" / "w") if "val_loss" in line)
+        self.assertAlmostEqual(first, result["val_loss"], delta=1e-6)
+        self.refused("export", "runs/r", "w.safetensors", names=["w.safetensors", "exists"])
+        self.refused("export", "runs/r", names=["FILE", "1 arguments"])
+        self.refused("export", "runs/r", "absent/w.safetensors", names=["absent"])
+
         # eval on questions: of two equal completions the first is taken
         words = [word for label in (0, 1) for word in (65535, 28, 0, label, 2, 2, 10, 11, 2, 12, 13, 2, 12, 13)]
         header = struct.pack("<4i", 20240522, 1, 2, 28).ljust(1024, b"\0")

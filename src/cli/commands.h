@@ -6,6 +6,7 @@ namespace speedrun {
 int train_command(int argc, char** argv);
 int eval_command(int argc, char** argv);
 int sample_command(int argc, char** argv);
+int export_command(int argc, char** argv);
 int bench_command(int argc, char** argv);
 
 }  // namespace speedrun

@@ -22,10 +22,11 @@ struct Command {
   int (*run)(int argc, char** argv);
 };
 
-constexpr std::array<Command, 5> kCommands = {
+constexpr std::array<Command, 6> kCommands = {
     {{"train", "train a model, or go on with a run", speedrun::train_command},
      {"eval", "validation loss or multiple-choice accuracy of a trained model", speedrun::eval_command},
      {"sample", "let a trained model write", speedrun::sample_command},
+     {"export", "write a trained model's weights as safetensors", speedrun::export_command},
      {"data", "inspect, make and decode token shards", speedrun::data_command},
      {"bench", "time the CUDA kernels", speedrun::bench_command}}};
 

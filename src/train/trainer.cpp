@@ -358,7 +358,7 @@ void Trainer::write_gradients() {
   reader_->next(step_shape(config_, 0), 0, 1, rows_);
   double loss = 0;
   const std::vector<StateEntry> gradients = engine_->gradients(rows_, &loss);
-  save_tensors(options_.gradients_file, gradients, loss);
+  save_tensors(options_.gradients_file, gradients, {{"loss", fmt::format("{:.9g}", loss)}});
   log_.line(fmt::format("loss {:.6f}; gradients of the first step in {}", loss, options_.gradients_file));
 }
 

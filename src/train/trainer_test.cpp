@@ -317,7 +317,7 @@ TEST(Trainer, ANonFiniteLossEndsTheRunWithItsOwnExitCode) {
     };
   }
   const auto file = folder.path() / "bad.safetensors";
-  save_tensors(file, weights, 0);
+  save_tensors(file, weights, {});
   expect_non_finite([&] { train_config(config_path, {"train.init_weights=" + file.string(), "run.name=bad"}); }, {"step 0"});
   for (const auto& line : read_metrics(folder.path() / "runs" / "bad"))
     EXPECT_TRUE(!line.contains("loss") || line["loss"].is_null());
@@ -336,11 +336,11 @@ TEST(Trainer, WeightsFromAFileAreTheOnesUsed) {
   auto a = make(), b = make();
   a->initialize(5);
   std::vector<StateEntry> weights = parameters_of(*a);
-  save_tensors(folder.path() / "w.safetensors", weights, 0);
+  save_tensors(folder.path() / "w.safetensors", weights, {});
   load_weights(folder.path() / "w.safetensors", b->state());
   EXPECT_EQ(a->weights_hash(), b->weights_hash());
   weights.pop_back();
-  save_tensors(folder.path() / "w.safetensors", weights, 0);
+  save_tensors(folder.path() / "w.safetensors", weights, {});
   EXPECT_THROW(load_weights(folder.path() / "w.safetensors", b->state()), InputError);
 }
 

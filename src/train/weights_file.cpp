@@ -86,14 +86,17 @@ void load_weights(const std::filesystem::path& path, const std::vector<StateEntr
     throw InputError(fmt::format("{}: holds {}, which the model does not have", path.string(), tensors.begin()->first));
 }
 
-void save_tensors(const std::filesystem::path& path, const std::vector<StateEntry>& entries, double loss) {
-  Json header = {{"__metadata__", {{"loss", fmt::format("{:.9g}", loss)}}}};
+void save_tensors(const std::filesystem::path& path, const std::vector<StateEntry>& entries,
+                  const std::map<std::string, std::string>& metadata) {
+  Json header = {{"__metadata__", metadata}};
   uint64_t offset = 0;
   for (const StateEntry& entry : entries) {
     require(entry.dtype == DType::f32, "internal: ", entry.name, " is not FP32");
     uint64_t bytes = sizeof(float);
     for (const int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
-    header[entry.name] = {{"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
+    const bool parameter = entry.name.starts_with(kParameterPrefix);
+    header[parameter ? entry.name.substr(kParameterPrefix.size()) : entry.name] = {
+        {"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
     offset += bytes;
   }
   std::string text = header.dump();

@@ -172,7 +172,7 @@ TEST_F(WeightsFile, WhatIsSavedIsAFileThatOthersCanRead) {
   entries.pop_back();
   for (StateEntry& entry : entries) entry.name = entry.name.substr(10);
   const auto path = folder_.path() / "saved.safetensors";
-  save_tensors(path, entries, 3.25);
+  save_tensors(path, entries, {{"loss", "3.25"}});
   const std::string content = read_file(path.string());
   uint64_t header_bytes = 0;
   std::memcpy(&header_bytes, content.data(), 8);

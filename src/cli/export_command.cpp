@@ -1,0 +1,42 @@
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "fmt/format.h"
+#include "kernels/base/error.h"
+#include "src/cli/arguments.h"
+#include "src/cli/commands.h"
+#include "src/config/config_io.h"
+#include "src/core/log.h"
+#include "src/train/saved_model.h"
+#include "src/train/weights_file.h"
+
+namespace speedrun {
+
+int export_command(int argc, char** argv) {
+  cxxopts::Options options = command_options(
+      "export", "RUN | CHECKPOINT FILE",
+      "Write a trained model's weights as FP32 tensors (safetensors); train.init_weights takes them back. The config is in the "
+      "metadata.");
+  Arguments arguments;
+  if (!parse_arguments("export", options, argc, argv, arguments)) return 0;
+  if (arguments.positional.size() != 2) {
+    throw InputError(
+        fmt::format("export: expected RUN or CHECKPOINT and the FILE to write, found {} arguments (speedrun export --help)",
+                    arguments.positional.size()));
+  }
+  const std::filesystem::path file = arguments.positional[1];
+  if (std::filesystem::exists(file)) throw InputError(fmt::format("{}: exists; name another file or remove it", file.string()));
+  if (const std::filesystem::path folder = file.parent_path(); !folder.empty() && !std::filesystem::is_directory(folder))
+    throw InputError(fmt::format("{}: there is no folder {}; make it first", file.string(), folder.string()));
+  Log log;
+  // The weights alone are wanted: on the CPU, whose memory holds them, and with the shortest rows there are.
+  const std::vector<std::string> overrides = {"train.device=cpu"};
+  const SavedModel model = open_saved_model(arguments.positional[0], overrides, SavedModelUse::generation, log);
+  save_tensors(file, model.engine->state(), {{"config", dump_config(model.config)}, {"step", std::to_string(model.step)}});
+  fmt::print("{}: {:.1f} M parameters after {} steps\n", file.string(), static_cast<double>(model.engine->parameter_count()) * 1e-6,
+             model.step);
+  return 0;
+}
+
+}  // namespace speedrun

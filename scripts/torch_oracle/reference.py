@@ -8,6 +8,7 @@ configuration, same initial weights, same batches.
   reference.py grads  resolved.json --source DIR --weights W.safetensors --out grads.safetensors [--fp32]     of the first step's batch
   reference.py train  resolved.json --source DIR --weights W.safetensors --steps 30 --out losses.jsonl [--runs 2]
   reference.py eval   resolved.json --source DIR --weights W.safetensors --out loss.jsonl       validation loss, as before the first step
+  speedrun export runs/NAME W.safetensors; reference.py eval … --weights W.safetensors --completed 1285 …         as after the last one
 
 Model, optimizer, schedule, FP8 refresh and loader are the reference's; stages, sizes, data and FP8 on or off come from the
 configuration. It runs eagerly: rounded after every operation, where compiled code rounds less often. FlashAttention-3 is replaced by
@@ -49,6 +50,7 @@ def parse_arguments():
     parser.add_argument("--out", required=True, help="file to write")
     parser.add_argument("--weights", help="weights to start from (safetensors); default: drawn by the reference")
     parser.add_argument("--data", help="glob of train shards, instead of data.train")
+    parser.add_argument("--completed", type=int, default=0, help="eval: updates that the weights have had; the schedule's last: its last validation")
     parser.add_argument("--steps", type=int, default=30, help="train: updates to make (default 30)")
     parser.add_argument("--runs", type=int, default=1, help="train: so many runs from the same weights, for the spread; FILE.2.jsonl …")
     parser.add_argument("--nudge", type=int, default=0, help="train: that many runs, the last, start from weights moved by a rounding")
@@ -140,8 +142,8 @@ class Reference:
         return total.item() / tokens
 
     @torch.no_grad()
-    def validate(self):
-        """Mean loss of eval.tokens tokens in rows of eval.row_tokens, with the windows of the first stage."""
+    def validate(self, completed):
+        """Mean loss of eval.tokens tokens in rows of eval.row_tokens, as after `completed` steps."""
         module, config = self.module, self.config["eval"]
         rows = config["row_tokens"]
         module.args.val_batch_size = rows * module.grad_accum_steps
@@ -151,7 +153,14 @@ class Reference:
         )
         self.model.eval()
         with self.training() as (manager, _):
-            manager.advance_schedule(0)
+            schedule = module.training_schedule
+            if completed > schedule.total_steps:
+                raise SystemExit(f"--completed {completed}: the configuration's stages have {schedule.total_steps} steps")
+            for step in [begin for begin, _ in schedule.boundaries if begin < completed] + [completed]:
+                manager.advance_schedule(step)  # positions are stretched at the beginning of every stage
+            if completed == schedule.total_steps and config["final_window_long"]:
+                schedule.ws_post_yarn_ext = config["final_window_long"]
+                manager.apply_final_ws_ext()
             total = torch.zeros((), dtype=torch.float64, device=self.args.device)
             for _ in range(config["tokens"] // rows):
                 inputs, targets, cum_seqlens, bigram_inputs, _ = next(loader)
@@ -248,7 +257,7 @@ def main():
         tensor_file.save(args.out, reference_names.gradients(reference.model, sums), {"loss": repr(loss)})
         timer.line(f"wrote {args.out}")
     elif args.mode == "eval":
-        loss = reference.validate()
+        loss = reference.validate(args.completed)
         timer.line(f"validation loss {loss:.9f}")
         with open(args.out, "w", encoding="utf-8") as file:
             print(json.dumps({"val_loss": loss}), file=file)

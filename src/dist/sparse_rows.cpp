@@ -1,21 +1,29 @@
 #include "src/dist/sparse_rows.h"
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 namespace speedrun {
 
 int64_t rows_per_owner_max(std::span<const int32_t> indices, int64_t V, int ranks) {
-  std::vector<bool> touched(static_cast<size_t>(V));
-  for (const int32_t index : indices) {
-    require(index >= 0 && index < V, "rows_per_owner_max: index ", index, " outside a table of ", V, " rows");
-    touched[static_cast<size_t>(index)] = true;
+  std::vector<int32_t> sorted;
+  std::span<const int32_t> rows = indices;  // ascending, each once
+  if (std::adjacent_find(indices.begin(), indices.end(), std::greater_equal<>()) != indices.end()) {
+    sorted.assign(indices.begin(), indices.end());
+    std::sort(sorted.begin(), sorted.end());
+    sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+    rows = sorted;
   }
+  if (rows.empty()) return 0;
+  for (const int32_t index : {rows.front(), rows.back()})
+    require(index >= 0 && index < V, "rows_per_owner_max: index ", index, " outside a table of ", V, " rows");
   int64_t largest = 0;
+  auto begin = rows.begin();
   for (int rank = 0; rank < ranks; ++rank) {
-    const auto begin = touched.begin() + kernels::sparse_rows_begin(V, ranks, rank);
-    const auto end = touched.begin() + kernels::sparse_rows_begin(V, ranks, rank + 1);
-    largest = std::max<int64_t>(largest, std::count(begin, end, true));
+    const auto end = std::lower_bound(begin, rows.end(), kernels::sparse_rows_begin(V, ranks, rank + 1));
+    largest = std::max<int64_t>(largest, end - begin);
+    begin = end;
   }
   return largest;
 }

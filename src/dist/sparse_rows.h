@@ -18,8 +18,8 @@ struct SparseRowsShape {
   int64_t rows_per_owner = 0;  // capacity: rows that one rank can send to one owner
 };
 
-// The greatest number of different rows that one owner has in `indices` (any order, repeated or not): the capacity that a rank with
-// this batch needs. Throws Error for an index outside 0 … V − 1.
+// The greatest number of different rows that one owner has in `indices` (any order, repeated or not; quick where they ascend): the
+// capacity that a rank with this batch needs. Throws Error for an index outside 0 … V − 1.
 int64_t rows_per_owner_max(std::span<const int32_t> indices, int64_t V, int ranks);
 
 // Bytes that a rank sends with this capacity, and in the dense reduce-scatter of the same table in FP32.

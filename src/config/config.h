@@ -269,6 +269,13 @@ struct Config {
     bool reset_momentum = false;
     bool host_memory = false;
     bool averages() const { return method == ExtrapolationKind::ema || method == ExtrapolationKind::average; }
+    int interval() const { return method == ExtrapolationKind::ema ? 1 : snapshot_every; }  // updates between two snapshots
+    // With no snapshots before update `begin`: the first one, and the first jump.
+    int64_t first_snapshot(int64_t begin) const { return next_multiple(begin, interval()); }
+    int64_t first_jump(int64_t begin) const {
+      return next_multiple(first_snapshot(begin) + int64_t{history - 1} * interval(), every);
+    }
+    static int64_t next_multiple(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
     bool operator==(const Extrapolation&) const = default;
   } extrapolation;
 

@@ -353,9 +353,7 @@ void check_extrapolation(const Check& check, const Config& config, const Steps& 
   check.that(keys.every % keys.snapshot_every == 0,
              "extrapolation.every = {} must be a multiple of extrapolation.snapshot_every = {}: a jump starts from a snapshot",
              keys.every, keys.snapshot_every);
-  const auto next_multiple = [](int64_t n, int64_t of) { return (n + of - 1) / of * of; };
-  const int64_t first_snapshot = next_multiple(keys.start, keys.snapshot_every);
-  const int64_t first_jump = next_multiple(first_snapshot + int64_t{keys.history - 1} * keys.snapshot_every, keys.every);
+  const int64_t first_jump = keys.first_jump(keys.start);
   check.that(first_jump <= last,
              "{} leave no room for a jump: extrapolation.history = {} snapshots are there after update {} at the earliest", span,
              keys.history, first_jump);

@@ -15,8 +15,6 @@ namespace {
 // Elements: every parameter of a snapshot starts at a multiple of this, like its weights.
 constexpr int64_t kAlignment = 64;
 
-int64_t next_multiple(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
-
 // ema and average keep two snapshots: E, and the weights that a jump goes from.
 constexpr size_t kAverage = 0, kCurrent = 1;
 
@@ -56,11 +54,6 @@ kernels::ExtrapolationMethod kernel_method(ExtrapolationKind kind) {
   return ExtrapolationMethod::fixed;
 }
 
-// Updates between two snapshots.
-int64_t snapshot_interval(const Config::Extrapolation& keys) {
-  return keys.method == ExtrapolationKind::ema ? 1 : keys.snapshot_every;
-}
-
 }  // namespace
 
 ExtrapolationStep extrapolation_step(const Config& config, int completed, int begin) {
@@ -68,8 +61,7 @@ ExtrapolationStep extrapolation_step(const Config& config, int completed, int be
   ExtrapolationStep step;
   if (keys.method == ExtrapolationKind::none) return step;
   const auto [first, last] = extrapolation_span(config);
-  const int64_t interval = snapshot_interval(keys);
-  const int64_t from = next_multiple(std::max(first, begin), interval);
+  const int64_t interval = keys.interval(), from = keys.first_snapshot(std::max(first, begin));
   if (completed < from || completed > last) return step;
   const bool to_weights = keys.apply == ExtrapolationApply::weights;
   step.snapshot = completed % interval == 0;
@@ -81,7 +73,7 @@ ExtrapolationStep extrapolation_step(const Config& config, int completed, int be
     return step;
   }
   const int64_t reach = (keys.history - 1) * interval;  // from the oldest snapshot of a jump to its newest
-  const int64_t first_jump = next_multiple(from + reach, keys.every), period = next_multiple(reach, keys.every);
+  const int64_t first_jump = keys.first_jump(from), period = keys.next_multiple(reach, keys.every);
   int64_t oldest = from;
   if (to_weights && completed > first_jump) oldest = first_jump + (completed - 1 - first_jump) / period * period;
   step.taken = (completed - oldest) / interval + 1;
@@ -94,25 +86,24 @@ ExtrapolationStep extrapolation_step(const Config& config, int completed, int be
 template <class T>
 Extrapolation<T>::Extrapolation(const Config& config, Device& device, Parameters<T>& parameters, Communicator* communicator)
     : config_(config),
-      keys_(config.extrapolation),
       device_(device),
       parameters_(parameters),
       communicator_(parameters.sharding().world > 1 ? communicator : nullptr),
-      snapshots_(static_cast<size_t>(keys_.averages() ? 2 : keys_.history)) {
+      snapshots_(static_cast<size_t>(keys().averages() ? 2 : keys().history)) {
   require(parameters.sharding().world == 1 || communicator != nullptr, "internal: several ranks without a communicator");
   for (int p = 0; p < parameters.size(); ++p) {
-    if (!takes_part(parameters.spec(p), keys_.parameters)) continue;
+    if (!takes_part(parameters.spec(p), keys().parameters)) continue;
     chosen_.push_back(p);
     offsets_.push_back(snapshot_count_);
     const int64_t count = parameters.own(p).count;
     for (int64_t first = 0; first < count; first += kernels::kSnapshotPiece) ++num_pieces_;
-    snapshot_count_ += next_multiple(count, kAlignment);
+    snapshot_count_ += (count + kAlignment - 1) / kAlignment * kAlignment;
   }
 }
 
 template <class T>
 void Extrapolation<T>::plan(MemoryPlan& memory) {
-  if (!keys_.host_memory) {
+  if (!keys().host_memory) {
     for (Acc<T>*& snapshot : snapshots_) memory.add("weight extrapolation: snapshots", &snapshot, snapshot_count_);
   }
   const int k = static_cast<int>(snapshots_.size());
@@ -125,7 +116,7 @@ void Extrapolation<T>::plan(MemoryPlan& memory) {
 template <class T>
 void Extrapolation<T>::prepare(const kernels::StepVerdict* verdict) {
   verdict_ = verdict;
-  if (keys_.host_memory) {
+  if (keys().host_memory) {
     for (Acc<T>*& snapshot : snapshots_) {
       in_host_memory_.emplace_back(device_, static_cast<size_t>(snapshot_count_));
       snapshot = in_host_memory_.back().data();
@@ -168,22 +159,22 @@ std::string Extrapolation<T>::describe() const {
   int64_t elements = 0;
   for (const int p : chosen_) elements += parameters_.spec(p).count();
   const double bytes = static_cast<double>(snapshots_.size()) * static_cast<double>(snapshot_count_) * sizeof(Acc<T>);
-  const std::string memory =
-      fmt::format("{} of {} elements of FP{} in {} memory{}, {:.2f} GB",
-                  keys_.averages() ? "average and copy" : fmt::format("{} snapshots", keys_.history), elements, 8 * sizeof(Acc<T>),
-                  keys_.host_memory ? "host" : "device", communicator_ == nullptr ? "" : " (this rank's part)", bytes * 1e-9);
-  const bool to_weights = keys_.apply == ExtrapolationApply::weights;
+  const std::string memory = fmt::format("{} of {} elements of FP{} in {} memory{}, {:.2f} GB",
+                                         keys().averages() ? "average and copy" : fmt::format("{} snapshots", keys().history),
+                                         elements, 8 * sizeof(Acc<T>), keys().host_memory ? "host" : "device",
+                                         communicator_ == nullptr ? "" : " (this rank's part)", bytes * 1e-9);
+  const bool to_weights = keys().apply == ExtrapolationApply::weights;
   std::string when;
-  if (keys_.averages()) {
+  if (keys().averages()) {
     when = to_weights ? fmt::format("into the weights after update {}", last) : "for validations alone";
   } else {
     int due = std::max(first, begin_);
     const auto acts = [&](const ExtrapolationStep& step) { return step.jump || step.readout; };
     while (due <= last && !acts(extrapolation_step(config_, due, begin_))) ++due;
-    when = fmt::format("{} every {} updates", to_weights ? "a jump" : "for validations alone, at most", keys_.every);
+    when = fmt::format("{} every {} updates", to_weights ? "a jump" : "for validations alone, at most", keys().every);
     when += due <= last ? fmt::format(" from {} on", due) : ": too few of them for one";
   }
-  return fmt::format("{}, updates {} to {}, {}; {} parameters; {}", kExtrapolationNames[static_cast<size_t>(keys_.method)],
+  return fmt::format("{}, updates {} to {}, {}; {} parameters; {}", kExtrapolationNames[static_cast<size_t>(keys().method)],
                      std::max(first, begin_), last, when, chosen_.size(), memory);
 }
 
@@ -195,12 +186,12 @@ void Extrapolation<T>::take(Acc<T>* snapshot) {
 
 template <class T>
 void Extrapolation<T>::remember(const ExtrapolationStep& step) {
-  if (!keys_.averages()) {
+  if (!keys().averages()) {
     take(slot(step.taken - 1));
   } else if (step.taken == 1) {
     take(snapshots_[kAverage]);
   } else {
-    const double share = keys_.method == ExtrapolationKind::ema ? 1.0 / keys_.ema_updates : 1.0 / static_cast<double>(step.taken);
+    const double share = keys().method == ExtrapolationKind::ema ? 1.0 / keys().ema_updates : 1.0 / static_cast<double>(step.taken);
     kernels::average_weights(
         kernels::AverageWeights<T>{
             .pieces = pieces_, .num_pieces = num_pieces_, .average = snapshots_[kAverage], .share = static_cast<Acc<T>>(share)},
@@ -210,12 +201,12 @@ void Extrapolation<T>::remember(const ExtrapolationStep& step) {
 
 template <class T>
 typename Extrapolation<T>::Sources Extrapolation<T>::sources_of(const ExtrapolationStep& step) {
-  if (keys_.averages()) {
+  if (keys().averages()) {
     take(snapshots_[kCurrent]);
     return snapshots_;
   }
   Sources sources;
-  for (int i = keys_.history; i > 0; --i) sources.push_back(slot(step.taken - i));
+  for (int i = keys().history; i > 0; --i) sources.push_back(slot(step.taken - i));
   return sources;
 }
 
@@ -243,17 +234,17 @@ void Extrapolation<T>::jump(const Sources& sources, Acc<T>* result, kernels::Jum
     communicator_->all_reduce(sums_, k * (k - 1) / 2 + 1, CommType::f64, ReduceOp::sum);
     communicator_->join();
   }
-  kernels::JumpPlan plan{.method = kernel_method(keys_.method),
+  kernels::JumpPlan plan{.method = kernel_method(keys().method),
                          .k = k,
-                         .regularization = keys_.regularization,
-                         .damping = keys_.averages() ? 1 : keys_.damping,
-                         .max_jump = keys_.averages() ? 0 : keys_.max_jump,
-                         .horizon = keys_.horizon / keys_.snapshot_every,  // in differences
-                         .mixing = keys_.mixing,
+                         .regularization = keys().regularization,
+                         .damping = keys().averages() ? 1 : keys().damping,
+                         .max_jump = keys().averages() ? 0 : keys().max_jump,
+                         .horizon = keys().horizon / keys().snapshot_every,  // in differences
+                         .mixing = keys().mixing,
                          .sums = sums_,
                          .verdict = verdict_,
                          .report = report_};
-  plan.fixed[0] = keys_.blend;  // ema, average: from the weights back towards E, which the one difference comes from
+  plan.fixed[0] = keys().blend;  // ema, average: from the weights back towards E, which the one difference comes from
   kernels::plan_jump(plan, exec);
   kernels::jump_weights(weights, exec);
   spread();
@@ -273,7 +264,7 @@ bool Extrapolation<T>::after_update(int completed, kernels::JumpReport* report) 
   if (step.snapshot) remember(step);
   if (!step.jump) return false;
   // History goes on from the snapshot that extrapolation_step counts as its first.
-  jump(sources_of(step), keys_.averages() ? nullptr : slot(0), report);
+  jump(sources_of(step), keys().averages() ? nullptr : slot(0), report);
   return true;
 }
 
@@ -304,9 +295,9 @@ void Extrapolation<T>::end_readout() {
 template <class T>
 std::vector<StateTensor> Extrapolation<T>::state() {
   std::vector<StateTensor> tensors;
-  const size_t kept = keys_.averages() ? 1 : snapshots_.size();  // the copy of the weights is made where it is needed
+  const size_t kept = keys().averages() ? 1 : snapshots_.size();  // the copy of the weights is made where it is needed
   for (size_t s = 0; s < kept; ++s) {
-    const std::string kind = keys_.averages() ? "average/" : fmt::format("snapshot.{}/", s);
+    const std::string kind = keys().averages() ? "average/" : fmt::format("snapshot.{}/", s);
     for (size_t i = 0; i < chosen_.size(); ++i) {
       const int p = chosen_[i];
       const ParameterRange own = parameters_.own(p);

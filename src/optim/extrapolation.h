@@ -75,7 +75,8 @@ class Extrapolation {
   // Snapshots oldest first, the newest one of the weights as they are.
   using Sources = std::vector<Acc<T>*>;
 
-  Acc<T>* slot(int64_t taken) const { return snapshots_[static_cast<size_t>(taken % keys_.history)]; }
+  const Config::Extrapolation& keys() const { return config_.extrapolation; }
+  Acc<T>* slot(int64_t taken) const { return snapshots_[static_cast<size_t>(taken % keys().history)]; }
   Sources sources_of(const ExtrapolationStep& step);
   void remember(const ExtrapolationStep& step);
   void take(Acc<T>* snapshot);
@@ -83,7 +84,6 @@ class Extrapolation {
   void spread();
 
   Config config_;
-  Config::Extrapolation keys_;
   Device& device_;
   Parameters<T>& parameters_;
   Communicator* communicator_;

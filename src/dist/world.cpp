@@ -82,16 +82,19 @@ std::string first_host(std::string_view list) {
   return host;
 }
 
+// Two variables that are set together, the rank below the size.
+void read_pair(const char* rank_name, int& rank, const char* size_name, int& size) {
+  rank = needed(rank_name, 0, kMostRanks, size_name);
+  size = needed(size_name, 1, kMostRanks, rank_name);
+  check_below(rank_name, rank, size_name, size);
+}
+
 // torchrun's names, which the launcher of this program sets as well.
 World from_torchrun() {
   World world;
-  world.rank = needed("RANK", 0, kMostRanks, "WORLD_SIZE");
-  world.size = needed("WORLD_SIZE", 1, kMostRanks, "RANK");
-  check_below("RANK", world.rank, "WORLD_SIZE", world.size);
+  read_pair("RANK", world.rank, "WORLD_SIZE", world.size);
   if (variable("LOCAL_RANK") || variable("LOCAL_WORLD_SIZE")) {
-    world.local_rank = needed("LOCAL_RANK", 0, kMostRanks, "LOCAL_WORLD_SIZE");
-    world.local_size = needed("LOCAL_WORLD_SIZE", 1, kMostRanks, "LOCAL_RANK");
-    check_below("LOCAL_RANK", world.local_rank, "LOCAL_WORLD_SIZE", world.local_size);
+    read_pair("LOCAL_RANK", world.local_rank, "LOCAL_WORLD_SIZE", world.local_size);
   } else if (world.size == 1 || is_loopback(variable("MASTER_ADDR").value_or("localhost"))) {
     world.local_rank = world.rank;
     world.local_size = world.size;
@@ -105,9 +108,7 @@ World from_torchrun() {
 
 World from_mpirun() {
   World world;
-  world.rank = needed("OMPI_COMM_WORLD_RANK", 0, kMostRanks, "OMPI_COMM_WORLD_SIZE");
-  world.size = needed("OMPI_COMM_WORLD_SIZE", 1, kMostRanks, "OMPI_COMM_WORLD_RANK");
-  check_below("OMPI_COMM_WORLD_RANK", world.rank, "OMPI_COMM_WORLD_SIZE", world.size);
+  read_pair("OMPI_COMM_WORLD_RANK", world.rank, "OMPI_COMM_WORLD_SIZE", world.size);
   world.local_rank = needed("OMPI_COMM_WORLD_LOCAL_RANK", 0, kMostRanks, "OMPI_COMM_WORLD_RANK");
   world.local_size = needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1, kMostRanks, "OMPI_COMM_WORLD_RANK");
   check_below("OMPI_COMM_WORLD_LOCAL_RANK", world.local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE", world.local_size);

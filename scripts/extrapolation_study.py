@@ -21,7 +21,7 @@ import sys
 
 import extrapolation_report
 from markdown_tables import table
-from run_metrics import read_lines, scaled, validations
+from run_metrics import read_lines, scaled, stages, validations
 from run_queue import Queue, Refused, Run, keep_plan, resolved_config, sets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -116,18 +116,13 @@ class Plan:
     def __init__(self, binary, config, overrides, tail):
         self.arguments = [str(config), *sets(overrides)]
         self.config = resolved_config(binary, self.arguments)
-        schedule = self.config["schedule"]
-        self.scale = schedule.get("scale", 1)
-        stages = [stage["steps"] for stage in schedule.get("stages", {}).values()]
-        self.steps = sum(self.scaled(count) for count in stages or [schedule["steps"]])
-        self.tail = self.scaled(self.steps, tail)
+        self.scale = self.config["schedule"].get("scale", 1)
+        self.steps = stages(self.config)[-1][1]
+        self.tail = scaled(self.steps, tail)
         self.branch = self.steps - self.tail
         # checkpoint.every = branch then writes exactly one
         if 2 * self.branch <= self.steps or self.tail < 2:
             die(f"--tail {tail}: of {self.steps} steps the arms share {self.branch}: give a share below 0.5 that leaves some steps")
-
-    def scaled(self, count, scale=None):
-        return scaled(count, self.scale if scale is None else scale)
 
     def baseline_sets(self):
         return [f"checkpoint.every={self.branch}", "checkpoint.keep=20", "checkpoint.at_end=false", f"eval.every={self.branch}"]
@@ -137,7 +132,7 @@ class Plan:
         setting = dict(setting)
         first = self.branch + setting.pop("start", 1)
         start = round(first / self.scale)
-        if self.scaled(start) != first:
+        if scaled(start, self.scale) != first:
             die(f"schedule.scale = {self.scale}: extrapolation.start cannot be update {first}; choose another --tail")
         return [f"extrapolation.{key}={value}" for key, value in (setting | {"start": start}).items()]
 

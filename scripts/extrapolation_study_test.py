@@ -11,13 +11,13 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import unittest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import extrapolation_report as report  # noqa: E402
 import extrapolation_study as study  # noqa: E402
 import t_tests as stats  # noqa: E402
+from script_case import Folder, executable_argument  # noqa: E402
 
 BINARY = None
 HERE = pathlib.Path(__file__).resolve().parent
@@ -36,7 +36,7 @@ else:
 steps = int(int(keys.get("schedule.steps", 40)) * float(keys.get("schedule.scale", 1)) + 0.5)
 if "--print-config" in words:
     print(json.dumps({"schedule": {"steps": int(keys.get("schedule.steps", 40)), "scale": float(keys.get("schedule.scale", 1))},
-                      "train": {"micro_batch_tokens": 0}, "run": {"name": keys.get("run.name", "")}}))
+                      "train": {"batch_tokens": 512, "micro_batch_tokens": 0}, "run": {"name": keys.get("run.name", "")}}))
     sys.exit()
 name, folder = keys["run.name"], pathlib.Path(keys["run.dir"]) / keys["run.name"]
 with open(pathlib.Path(keys["run.dir"]) / "starts.txt", "a") as file:
@@ -150,15 +150,13 @@ class JumpsTest(unittest.TestCase):
         self.assertIsNone(study.tail_seconds(lines[:-2], 30, 40))
 
 
-class Folder(unittest.TestCase):
+class StudyFolder(Folder):
     def setUp(self):
-        temporary = tempfile.TemporaryDirectory(prefix="speedrun extrapolation ")
-        self.addCleanup(temporary.cleanup)
-        self.folder = pathlib.Path(temporary.name)
+        super().setUp()
         self.out = self.folder / "study"
 
 
-class StudyTest(Folder):
+class StudyTest(StudyFolder):
     """The whole path with a stand-in for the executable."""
 
     GRID = {"rre": [{"every": 5, "damping": 0.5}, {"every": 5, "damping": 1}], "rre_suffix": [{"every": 5}],
@@ -166,9 +164,7 @@ class StudyTest(Folder):
 
     def setUp(self):
         super().setUp()
-        self.stub = self.folder / "stub"
-        self.stub.write_text(f"#!{sys.executable} -IS\n{STUB}", encoding="utf-8")
-        self.stub.chmod(0o755)
+        self.stub = self.make_stub(STUB)
         (self.folder / "grid.json").write_text(json.dumps(self.GRID), encoding="utf-8")
 
     def study(self, *arguments, **environment):
@@ -304,7 +300,7 @@ class StudyTest(Folder):
         self.assertEqual([row.split()[1] for row in rows], ["schedule.steps=60", "schedule.steps=40"])
 
 
-class TinyStudyTest(Folder):
+class TinyStudyTest(StudyFolder):
     def setUp(self):
         super().setUp()
         if BINARY is None:
@@ -325,6 +321,5 @@ class TinyStudyTest(Folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and os.path.isfile(sys.argv[1]):
-        BINARY = os.path.abspath(sys.argv.pop(1))
+    BINARY = executable_argument()
     unittest.main()

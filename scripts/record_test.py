@@ -12,7 +12,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import unittest
 from unittest import mock
 
@@ -21,6 +20,7 @@ import record  # noqa: E402
 import record_report as report  # noqa: E402
 import run_metrics  # noqa: E402
 import t_tests  # noqa: E402
+from script_case import Folder, executable_argument  # noqa: E402
 
 BINARY = None
 HERE = pathlib.Path(__file__).resolve().parent
@@ -138,22 +138,18 @@ class StepsTest(unittest.TestCase):
         self.assertEqual(run_metrics.stages(config), [(0, 4, 1), (4, 5, 3)])
 
 
-class Folder(unittest.TestCase):
+class RecordFolder(Folder):
     def setUp(self):
-        temporary = tempfile.TemporaryDirectory(prefix="speedrun record ")
-        self.addCleanup(temporary.cleanup)
-        self.folder = pathlib.Path(temporary.name)
+        super().setUp()
         self.out = self.folder / "record"
 
 
-class StubFolder(Folder):
+class StubFolder(RecordFolder):
     """A stand-in for the executable, on two GPUs."""
 
     def setUp(self):
         super().setUp()
-        self.stub = self.folder / "stub"
-        self.stub.write_text(f"#!{sys.executable} -IS\n{STUB}", encoding="utf-8")
-        self.stub.chmod(0o755)
+        self.stub = self.make_stub(STUB)
 
     def record(self, *arguments, **environment):
         """(exit code, output)"""
@@ -357,7 +353,7 @@ class LocalTest(StubFolder):
         self.assertIn("t_9.bin is none of", text)
 
 
-class TinyRecordTest(Folder):
+class TinyRecordTest(RecordFolder):
     def setUp(self):
         super().setUp()
         if BINARY is None:
@@ -384,6 +380,5 @@ class TinyRecordTest(Folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and os.path.isfile(sys.argv[1]):
-        BINARY = os.path.abspath(sys.argv.pop(1))
+    BINARY = executable_argument()
     unittest.main()

@@ -9,26 +9,19 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import unittest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import communication_model as model  # noqa: E402
 import scaling_report as report  # noqa: E402
 import scaling_run  # noqa: E402
+from script_case import Folder  # noqa: E402
 
 CONFIG = {"schedule": {"steps": 0, "stages": {"0": {"steps": 8, "batch_tokens": 1000}, "1": {"steps": 0, "batch_tokens": 1},
                                               "2": {"steps": 8, "batch_tokens": 3000}}}}  # fmt: skip
 
 
-class Files(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory(prefix="speedrun scaling ")
-        self.addCleanup(temporary.cleanup)
-        self.folder = pathlib.Path(temporary.name)
-
-
-class ReportTest(Files):
+class ReportTest(Folder):
     def add_run(self, name, step_s, loss=5.0, norm=1.0, outcome="finished", config=CONFIG):
         """Steps of stage 2 take three times as long; every second step takes half as long again."""
         folder = self.folder / name
@@ -109,7 +102,7 @@ class ReportTest(Files):
         self.assertEqual(len(faults), 1)
 
 
-class RunTest(Files):
+class RunTest(Folder):
     def watch(self, code, limit=20):
         script = pathlib.Path(__file__).with_name("scaling_run.py")
         out = self.folder / "told.json"

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # Everything that an owner of a host with several GPUs wants to see, in one command; prints Markdown tables for docs/performance.md.
 #   scripts/scaling.sh [--train PATTERN --val PATTERN] [--ranks "1 2 4 8"] [--parts "stages timeline gpt2 resume faults cycles"]
-#                      [--stage-steps 40] [--cycles 50] [--full] [--one-gpu | --cpu] [--limit 600] [--runs DIR]
+#                      [--stage-steps 40] [--cycles 50] [--full] [--one-gpu | --cpu] [--limit 600] [--runs DIR] [--set KEY=VALUE …]
 # Parts: stages: the Main Track through all stages, shortened: ms a step, tokens/s, joules, equality of losses between numbers of ranks;
 # timeline: communication that no compute covers; gpt2: GPT-2 124M; resume: a checkpoint of the most ranks goes on on one, and back;
 # faults: each rank killed and stopped in the middle of a step; cycles: starts and ends in a row (--cycles N, 0 unless given).
 # --full: whole Main Track runs as well, on 1 and on the most ranks. Without --train the shards are made up, and losses mean nothing.
 # --one-gpu: all ranks on one GPU over the loopback interface, small batches, resume and faults with a tiny model: times mean nothing,
 # equality and failures do.
+# --set: further keys of the Main Track's runs (repeatable), for instance a micro-batch that leaves memory to others.
 # --cpu: the same on CPU processes with tiny models, without GPU and timeline. Every run ends after --limit seconds at the latest.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 train='' val='' ranks='' parts='stages timeline gpt2 resume faults cycles' stage_steps='' cycles=0 full=0 mode=gpus limit=600
-runs=runs/scaling
+runs=runs/scaling sets=()
 while (($#)); do
   case $1 in
     --full) full=1 ;;
@@ -22,6 +23,10 @@ while (($#)); do
     --train | --val | --ranks | --parts | --stage-steps | --cycles | --limit | --runs)
       name=${1#--}
       printf -v "${name//-/_}" '%s' "${2:?$1 needs a value}"
+      shift
+      ;;
+    --set)
+      sets+=(--set "${2:?--set needs KEY=VALUE}")
       shift
       ;;
     *) die "unknown argument '$1' (the head of scripts/scaling.sh lists them)" ;;
@@ -59,14 +64,14 @@ failed=0
 # What the three modes run.
 sample=(--set "data.train=$ROOT/data/sample/sample_train_*.bin" --set "data.val=$ROOT/data/sample/sample_val_*.bin")
 config=$ROOT/configs/main_track.json gpt2=(train "$ROOT/configs/gpt2_124m.json") gpt2_steps=30
-small=(train "$ROOT/configs/tiny.json") eval_tokens=2621440 resume_every=20 gpu_flag=(--gpu)
+small=(train "$ROOT/configs/tiny.json") eval_tokens=2621440 gpu_flag=(--gpu)
 main=() data=() brief_data=() common=(--set "run.dir=$runs" --set eval.every=0 --set eval.at_start=false --set checkpoint.every=0
   --set checkpoint.at_end=false --set dist.progress_s=120)
 case $mode in
   gpus) stage_steps=${stage_steps:-40} ;;
   one-gpu)
     # The tables' gradients travel through the loopback interface: fewer bigram rows, rows of 4,096 tokens.
-    stage_steps=${stage_steps:-4} gpt2_steps=6 eval_tokens=65536 resume_every=4
+    stage_steps=${stage_steps:-4} gpt2_steps=6 eval_tokens=65536
     main=(--set model.bigram_rows=50304 --set eval.row_tokens=32768)
     brief_config=$ROOT/configs/main_track_tiny.json brief_tokens=4096
     brief_data=(--set train.device=cuda "${sample[@]}" --set data.repeat=20)
@@ -76,7 +81,7 @@ case $mode in
     say "one GPU for all ranks: times mean nothing here, only equality and failures do"
     ;;
   cpu)
-    stage_steps=${stage_steps:-4} gpt2_steps=6 eval_tokens=4096 resume_every=4 gpu_flag=()
+    stage_steps=${stage_steps:-4} gpt2_steps=6 eval_tokens=4096 gpu_flag=()
     config=$ROOT/configs/main_track_tiny.json
     common+=(--set train.device=cpu --set train.threads=1)
     gpt2=(train "$ROOT/configs/tiny.json" --set model.vocab_size=4096)
@@ -84,6 +89,7 @@ case $mode in
     say "CPU processes: times mean nothing here, only equality and failures do"
     ;;
 esac
+main+=("${sets[@]}")
 if [[ -z $train ]]; then
   if [[ $mode == cpu ]]; then
     train="$ROOT/data/sample/sample_train_*.bin" val="$ROOT/data/sample/sample_val_*.bin"
@@ -134,16 +140,15 @@ for part in $parts; do
     gpt2) for n in $ranks; do run "gpt2_$n" "$n" "${gpt2[@]}"; done ;;
     resume)
       ((most > 1)) || continue
-      # The only checkpoint left is in the middle: copies of the folder go on from there.
-      run "resume_$most" "$most" "${brief[@]}" --set "checkpoint.every=$((stage_steps + resume_every))" --set checkpoint.keep=9
-      run resume_1 1 "${brief[@]}" --set "checkpoint.every=$((stage_steps + resume_every))" --set checkpoint.keep=9
+      # One checkpoint, behind the middle of the steps: copies of the folder go on from there.
+      once=(--set "checkpoint.every=$((stage_steps + stage_steps / 2 + 4))")
+      run "resume_$most" "$most" "${brief[@]}" "${once[@]}"
+      run resume_1 1 "${brief[@]}" "${once[@]}"
       for pair in "$most 1" "1 $most"; do
         read -r from to <<<"$pair"
         [[ -d $runs/resume_$from/checkpoints ]] || continue
         name=resume_${from}_to_$to
         cp -r "$runs/resume_$from" "$runs/$name"
-        # Later ones than the first would be taken.
-        find "$runs/$name/checkpoints" -mindepth 1 -maxdepth 1 | sort -V | tail -n +2 | xargs -r rm -r
         run "$name" "$to" train --resume "$runs/$name" --set checkpoint.every=0 --set dist.ranks_per_gpu=1
       done
       ;;
@@ -172,7 +177,7 @@ done
 if ((full)); then
   limit=$((limit > 1800 ? limit : 1800))
   for n in $(printf '%s\n' 1 "$most" | sort -un); do
-    run "full_$n" "$n" train "$config" "${data[@]}" --set "run.dir=$runs"
+    run "full_$n" "$n" train "$config" "${data[@]}" --set "run.dir=$runs" "${sets[@]}"
   done
 fi
 python3 -B "$ROOT/scripts/scaling_report.py" "$runs" --mode "$mode" || failed=1

@@ -27,8 +27,9 @@ from run_queue import Queue, Refused, Run, keep_plan, resolved_config, sets
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The public record's own numbers (modded-nanogpt's optimization track, result #34).
 RECORD = {"history": 4, "damping": 0.875, "max_jump": 0.001}
-# Of the config keys extrapolation.*; start: so many updates after the branch, 1 unless given. Over tails of 55 updates (small), 32
-# (main) and 10 (tiny).
+# Of the config keys extrapolation.*, keys with a dot of the whole config; start: so many updates after the branch, 1 unless given.
+# Over tails of 55 updates (small), 32 (main) and 10 (tiny). control: no extrapolation, another learning rate in the tail, because a jump
+# along the drift is in effect a longer step.
 SMALL = {
     "rre": [{"every": 5, **RECORD},
             {"every": 20, "snapshot_every": 5, "history": 4, "max_jump": 0},
@@ -38,10 +39,10 @@ SMALL = {
                    {"every": 5, "snapshot_every": 5, "history": 4, "max_jump": 0, "apply": "readout"}],
     "mpe": [{"every": 5, **RECORD}],
     "anderson": [{"every": 5, **RECORD}],
-    "linear": [{"every": 10, "history": 4, "horizon": 5, "max_jump": 0.001},
-               {"every": 5, "snapshot_every": 5, "history": 4, "horizon": 5, "max_jump": 0, "apply": "readout"}],
+    "linear": [{"every": 10, "history": 4, "horizon": 5, "max_jump": cap} for cap in (0.001, 0.004, 0)],
     "ema": [{"ema_updates": 20, "blend": blend, "parameters": "all", "apply": "readout"} for blend in (1, 0.6)],
     "average": [{"start": start, "parameters": "all", "apply": "readout"} for start in (21, 41)],
+    "control": [{"optim.matrix.lr": lr} for lr in (0.025, 0.03)],
 }  # fmt: skip
 MAIN = {method: [{"every": 4, **RECORD}, {"every": 16, "snapshot_every": 4, "history": 4, "max_jump": 0}]
         for method in ("rre", "rre_suffix")}  # fmt: skip
@@ -49,6 +50,7 @@ TINY = {
     "rre": [{"every": 5, **RECORD}, {"every": 5, "history": 4, "max_jump": 0, "apply": "readout"}],
     "rre_suffix": [{"every": 5, **RECORD}],
     "average": [{"parameters": "all", "apply": "readout"}],
+    "control": [{"optim.matrix.lr": 0.03}],
 }
 TUNE_SEED = 1001  # the first of the tuning seeds; those of the comparison start at 1
 
@@ -91,10 +93,17 @@ def slug(method, setting):
     return "_".join([method] + [f"{key}{value}" for key, value in setting.items()])
 
 
+def method_of(arm):
+    """extrapolation.method of an arm of the grid."""
+    return "none" if arm == "control" else arm
+
+
 def jumps(setting, branch, steps):
     """How often an extrapolation of the weights jumps, or a read-out is seen at the end, in a run that branches off; what the
     program does, see src/optim/extrapolation.h. ema and average: 1 if an update falls into their span."""
     start, stop = branch + setting.get("start", 1), steps
+    if setting["method"] == "none":
+        return 0
     if setting["method"] in ("ema", "average"):
         return int(start < stop)
     snapshot_every, every, history = setting.get("snapshot_every", 1), setting.get("every", 5), setting.get("history", 4)
@@ -130,18 +139,19 @@ class Plan:
     def arm_sets(self, setting):
         """Keys of a branch; the start is in steps before schedule.scale."""
         setting = dict(setting)
-        first = self.branch + setting.pop("start", 1)
-        start = round(first / self.scale)
-        if scaled(start, self.scale) != first:
-            die(f"schedule.scale = {self.scale}: extrapolation.start cannot be update {first}; choose another --tail")
-        return [f"extrapolation.{key}={value}" for key, value in (setting | {"start": start}).items()]
+        if setting["method"] != "none":
+            first = self.branch + setting.get("start", 1)
+            setting["start"] = round(first / self.scale)
+            if scaled(setting["start"], self.scale) != first:
+                die(f"schedule.scale = {self.scale}: extrapolation.start cannot be update {first}; choose another --tail")
+        return [f"{key if '.' in key else 'extrapolation.' + key}={value}" for key, value in setting.items()]
 
     def check(self, grid):
         for method, settings in grid.items():
             if not settings:
                 die(f"{method}: has no settings in the grid")
             for setting in settings:
-                if not jumps(setting | {"method": method}, self.branch, self.steps):
+                if method_of(method) != "none" and not jumps(setting | {"method": method}, self.branch, self.steps):
                     die(f"{method} {label(setting)}: would do nothing between updates {self.branch + 1} and {self.steps} "
                         "(a read-out is seen only at a multiple of `every`): change it, or --tail")  # fmt: skip
 
@@ -171,7 +181,7 @@ class Study:
             self.plan.baseline_sets() + [f"train.seed={seed}"]), makes=self.checkpoint(seed), kind="baseline")  # fmt: skip
 
     def arm(self, seed, method, setting):
-        keys = {"method": method} | setting
+        keys = {"method": method_of(method)} | setting
         return Run(f"seed{seed}_{slug(method, setting)}", f"seed {seed} {method} {label(setting)}",
                    ["--from", str(self.checkpoint(seed)), *sets(self.plan.arm_sets(keys) + BRANCH_SETS + ["eval.every=0"])],
                    after=f"seed{seed}_baseline", needs=self.checkpoint(seed), kind="tail")  # fmt: skip
@@ -243,8 +253,9 @@ class Study:
             f"{validation:g} s, start {start:g} s)")  # fmt: skip
         for method, of_method in self.grid.items():
             for setting in of_method:
-                count = jumps(setting | {"method": method}, self.plan.branch, self.plan.steps)
-                say(f"  {method} {label(setting)}: {count} {'read-out' if setting.get('apply') == 'readout' else 'jumps'}")
+                count = jumps(setting | {"method": method_of(method)}, self.plan.branch, self.plan.steps)
+                what = "no extrapolation" if count == 0 else f"{count} {'read-out' if setting.get('apply') == 'readout' else 'jumps'}"
+                say(f"  {method} {label(setting)}: {what}")
 
     def run(self):
         self.tell_plan()

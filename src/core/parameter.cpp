@@ -13,6 +13,35 @@ namespace {
 // Offsets are multiples of this many elements, so that every parameter is 128-byte aligned in BF16.
 constexpr int64_t kOffsetAlignment = 64;
 constexpr int64_t kDrawsAtOnce = 1 << 16;
+// Values, then lower halves, in one buffer of the staging.
+constexpr size_t kMastersAtOnce = HostStaging::kBufferBytes / (sizeof(bf16) + sizeof(uint16_t));
+
+bf16* values_in(std::byte* buffer) { return reinterpret_cast<bf16*>(buffer); }
+uint16_t* lows_in(std::byte* buffer) { return reinterpret_cast<uint16_t*>(buffer + kMastersAtOnce * sizeof(bf16)); }
+
+// Calls body with the split as a constant: a loop that does not decide anew for every element is vectorised.
+template <class Body>
+void with_split(kernels::MasterSplit split, const Body& body) {
+  using kernels::MasterSplit;
+  switch (split) {
+    case MasterSplit::nearest:
+      return body(std::integral_constant<MasterSplit, MasterSplit::nearest>());
+    case MasterSplit::truncated:
+      return body(std::integral_constant<MasterSplit, MasterSplit::truncated>());
+    case MasterSplit::none:
+      return body(std::integral_constant<MasterSplit, MasterSplit::none>());
+  }
+}
+
+template <kernels::MasterSplit kSplit>
+void join_all(const bf16* values, const uint16_t* lows, size_t n, float* masters) {
+  for (size_t i = 0; i < n; ++i) masters[i] = kernels::join_master(values[i], lows[i], kSplit);
+}
+
+template <kernels::MasterSplit kSplit>
+void split_all(const float* masters, size_t n, bf16* values, uint16_t* lows) {
+  for (size_t i = 0; i < n; ++i) kernels::split_master(masters[i], kSplit, values[i], lows[i]);
+}
 
 double initial_draw(const ParameterSpec& row, uint64_t seed, uint64_t stream, uint64_t index) {
   if (row.init_bound != 0) return row.init_bound * (2 * random_uniform(seed, stream, index) - 1);
@@ -111,41 +140,57 @@ std::vector<kernels::GradSegment> Parameters<T>::segments() const {
 }
 
 template <class T>
-std::vector<Acc<T>> Parameters<T>::read_master(Device& device, int index, ParameterRange range) {
-  const auto n = static_cast<size_t>(range.count);
-  std::vector<Acc<T>> master(n);
+void Parameters<T>::read_master(Device& device, HostStaging& staging, int index, ParameterRange range, Acc<T>* to) {
   if constexpr (std::is_same_v<T, bf16>) {
     const kernels::WeightRef<T> ref = weight(index);
-    std::vector<bf16> values(n);
-    std::vector<uint16_t> lows(n);
-    device.copy_out(values.data(), ref.value + range.begin, n * sizeof(bf16));
-    if (ref.low != nullptr) device.copy_out(lows.data(), ref.low + range.begin, n * sizeof(uint16_t));
-    device.synchronize();
-    for (size_t i = 0; i < n; ++i) master[i] = kernels::join_master(values[i], lows[i], ref.split);
+    staging.out(
+        static_cast<size_t>(range.count), kMastersAtOnce,
+        [&](std::byte* buffer, size_t first, size_t n) {
+          const size_t at = static_cast<size_t>(range.begin) + first;
+          device.copy_out(values_in(buffer), ref.value + at, n * sizeof(bf16));
+          if (ref.low != nullptr) device.copy_out(lows_in(buffer), ref.low + at, n * sizeof(uint16_t));
+        },
+        [&](std::byte* buffer, size_t first, size_t n) {
+          with_split(ref.split, [&](auto split) { join_all<split.value>(values_in(buffer), lows_in(buffer), n, to + first); });
+        });
   } else {
-    device.copy_out(master.data(), value(index) + range.begin, n * sizeof(T));
+    staging.copy_out(to, value(index) + range.begin, static_cast<size_t>(range.count) * sizeof(T));
   }
+}
+
+template <class T>
+void Parameters<T>::write_master(Device& device, HostStaging& staging, int index, ParameterRange range, const Acc<T>* from) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const kernels::WeightRef<T> ref = weight(index);
+    staging.in(
+        static_cast<size_t>(range.count), kMastersAtOnce,
+        [&](std::byte* buffer, size_t first, size_t n) {
+          with_split(ref.split, [&](auto split) { split_all<split.value>(from + first, n, values_in(buffer), lows_in(buffer)); });
+        },
+        [&](std::byte* buffer, size_t first, size_t n) {
+          const size_t at = static_cast<size_t>(range.begin) + first;
+          device.copy_in(ref.value + at, values_in(buffer), n * sizeof(bf16));
+          if (ref.low != nullptr) device.copy_in(ref.low + at, lows_in(buffer), n * sizeof(uint16_t));
+        });
+  } else {
+    staging.copy_in(value(index) + range.begin, from, static_cast<size_t>(range.count) * sizeof(T));
+  }
+}
+
+template <class T>
+std::vector<Acc<T>> Parameters<T>::read_master(Device& device, int index) {
+  std::vector<Acc<T>> master(static_cast<size_t>(spec(index).count()));
+  HostStaging staging(device);
+  read_master(device, staging, index, {0, spec(index).count()}, master.data());
   return master;
 }
 
 template <class T>
-void Parameters<T>::write_master(Device& device, int index, const std::vector<Acc<T>>& master, const kernels::HostExec& exec) {
-  const auto n = static_cast<size_t>(spec(index).count());
-  require(master.size() == n, spec(index).name, ": ", master.size(), " values for ", n, " elements");
-  if constexpr (std::is_same_v<T, bf16>) {
-    const kernels::WeightRef<T> ref = weight(index);
-    std::vector<bf16> values(n);
-    std::vector<uint16_t> lows(n);
-    kernels::parallel_ranges(exec, static_cast<int64_t>(n), kDrawsAtOnce, [&](int64_t begin, int64_t end) {
-      for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-        kernels::split_master(master[i], ref.split, values[i], lows[i]);
-    });
-    device.copy_in(ref.value, values.data(), n * sizeof(bf16));
-    if (ref.low != nullptr) device.copy_in(ref.low, lows.data(), n * sizeof(uint16_t));
-    device.synchronize();
-  } else {
-    device.copy_in(value(index), master.data(), n * sizeof(T));
-  }
+void Parameters<T>::write_master(Device& device, int index, const std::vector<Acc<T>>& master) {
+  const int64_t n = spec(index).count();
+  require(master.size() == static_cast<size_t>(n), spec(index).name, ": ", master.size(), " values for ", n, " elements");
+  HostStaging staging(device);
+  write_master(device, staging, index, {0, n}, master.data());
 }
 
 template <class T>
@@ -158,6 +203,7 @@ std::vector<Acc<T>> Parameters<T>::read_grad(Device& device, int index) {
 
 template <class T>
 void Parameters<T>::initialize(Device& device, uint64_t seed) {
+  HostStaging staging(device);
   ThreadPool pool(0);  // every value depends on its index alone
   const kernels::HostExec exec{.pool = &pool};
   for (int p = 0; p < size(); ++p) {
@@ -183,7 +229,7 @@ void Parameters<T>::initialize(Device& device, uint64_t seed) {
         }
       });
     }
-    write_master(device, p, master, exec);
+    write_master(device, staging, p, {0, row.count()}, master.data());
   }
 }
 

@@ -9,6 +9,7 @@
 #include "kernels/base/weight.h"
 #include "kernels/grad_stats/grad_stats.h"
 #include "src/core/device.h"
+#include "src/core/host_staging.h"
 #include "src/core/memory_plan.h"
 #include "src/core/sharding.h"
 
@@ -90,14 +91,13 @@ class Parameters {
   // Of what this rank updates; of what all update, on rank 0.
   std::vector<kernels::GradSegment> segments() const;
 
-  // Master values (FP32, or FP64 for double) of one parameter, through the host; synchronous. With several ranks, lower halves are
-  // those of the last update only in what this rank updates.
-  std::vector<Acc<T>> read_master(Device& device, int index) { return read_master(device, index, {0, spec(index).count()}); }
-  std::vector<Acc<T>> read_master(Device& device, int index, ParameterRange range);
-  void write_master(Device& device, int index, const std::vector<Acc<T>>& master) {
-    ThreadPool pool(0);
-    write_master(device, index, master, {.pool = &pool});
-  }
+  // Master values (FP32, or FP64 for double) of a range of one parameter, through the host; synchronous. With several ranks, lower
+  // halves are those of the last update only in what this rank updates.
+  void read_master(Device& device, HostStaging& staging, int index, ParameterRange range, Acc<T>* to);
+  void write_master(Device& device, HostStaging& staging, int index, ParameterRange range, const Acc<T>* from);
+  // Of a whole parameter.
+  std::vector<Acc<T>> read_master(Device& device, int index);
+  void write_master(Device& device, int index, const std::vector<Acc<T>>& master);
   std::vector<Acc<T>> read_grad(Device& device, int index);
 
   // Draws every parameter from its row: value (seed, index of the parameter, index of the element) alone.
@@ -105,7 +105,6 @@ class Parameters {
 
  private:
   void place();  // offsets and ranges
-  void write_master(Device& device, int index, const std::vector<Acc<T>>& master, const kernels::HostExec& exec);
 
   template <class U>
   U* name_or_null(U* buffer, const std::string& name) {

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string_view>
@@ -13,6 +12,7 @@
 #include "kernels/base/error.h"
 #include "src/core/file.h"
 #include "src/core/text.h"
+#include "src/train/checkpoint_io.h"
 
 namespace speedrun {
 namespace {
@@ -101,16 +101,44 @@ uint64_t expected_bytes(const Section& section) {
 }
 
 // Weights can become infinite in an update whose gradients are finite (a huge learning rate). No run can go on from such a file.
-void check_finite_weights(const std::filesystem::path& path, const StateEntry& entry, const std::vector<std::byte>& bytes) {
-  if (!entry.name.starts_with(kParameterPrefix) || entry.dtype != DType::f32) return;
-  bool finite = true;
-  for (size_t i = 0; i < bytes.size(); i += sizeof(float)) {
-    float value;
-    std::memcpy(&value, bytes.data() + i, sizeof value);
-    finite &= std::isfinite(value);
-  }
-  if (!finite) throw Error(fmt::format("{}: not written: {} is not finite", path.string(), entry.name), ExitCode::non_finite);
+PieceWriter::Check finite_check(const std::filesystem::path& path, const StateEntry& entry) {
+  if (!entry.name.starts_with(kParameterPrefix) || entry.dtype != DType::f32) return nullptr;
+  return [&path, &entry](std::span<const std::byte> bytes) {
+    bool finite = true;
+    for (size_t i = 0; i < bytes.size(); i += sizeof(float)) {
+      float value;
+      std::memcpy(&value, bytes.data() + i, sizeof value);
+      finite &= std::isfinite(value);
+    }
+    if (!finite) throw Error(fmt::format("{}: not written: {} is not finite", path.string(), entry.name), ExitCode::non_finite);
+  };
 }
+
+// The bytes of one section on their way into the file.
+class SectionSink : public PieceSink {
+ public:
+  SectionSink(PieceWriter& writer, const Section& section, HashBytes& hash, const PieceWriter::Check& check)
+      : writer_(writer), section_(section), hash_(hash), check_(check ? &check : nullptr) {}
+  std::byte* space(size_t bytes) override {
+    require(bytes <= kPieceBytes && bytes <= section_.bytes - done_, "internal: section ", section_.name, " has more than ",
+            section_.bytes, " bytes");
+    piece_ = bytes;
+    return writer_.space();
+  }
+  void filled() override {
+    writer_.put({section_.offset + done_, piece_, &hash_}, check_);
+    done_ += piece_;
+  }
+  uint64_t done() const { return done_; }
+
+ private:
+  PieceWriter& writer_;
+  const Section& section_;
+  HashBytes& hash_;
+  const PieceWriter::Check* check_;
+  uint64_t done_ = 0;
+  size_t piece_ = 0;
+};
 
 struct Header {
   CheckpointMeta meta;
@@ -120,12 +148,13 @@ struct Header {
 // An open checkpoint whose header has been verified.
 class CheckpointFile {
  public:
-  explicit CheckpointFile(const std::filesystem::path& path) : path_(path), file_(path, std::ios::binary) {
+  explicit CheckpointFile(const std::filesystem::path& path) : path_(path), file_(path.string()) {
     std::error_code error;
     size_ = std::filesystem::file_size(path, error);
-    if (error || !file_) throw InputError(path.string() + ": cannot be read: " + (error ? error.message() : "open failed"));
+    if (error || !file_.is_open())
+      throw InputError(path.string() + ": cannot be read: " + (error ? error.message() : "open failed"));
     char prefix[kPrefixBytes];
-    if (size_ < kPrefixBytes || !file_.read(prefix, sizeof prefix)) damaged(path, fmt::format("only {} bytes", size_));
+    if (size_ < kPrefixBytes || !file_.read_at(0, prefix, sizeof prefix)) damaged(path, fmt::format("only {} bytes", size_));
     if (std::memcmp(prefix, kMagic, 16) != 0)
       throw InputError(path.string() + ": not a speedrun checkpoint (its first 16 bytes are not \"speedrun ckpt 1\\n\")");
     uint64_t header_bytes = 0, header_hash = 0;
@@ -134,7 +163,7 @@ class CheckpointFile {
     if (header_bytes > size_ - kPrefixBytes || header_bytes > kLargestHeader)
       damaged(path, fmt::format("header of {} bytes in a file of {}", header_bytes, size_));
     std::string text(header_bytes, '\0');
-    if (!file_.read(text.data(), static_cast<std::streamsize>(header_bytes))) damaged(path, "header cannot be read");
+    if (!file_.read_at(kPrefixBytes, text.data(), header_bytes)) damaged(path, "header cannot be read");
     if (hash_bytes(text.data(), text.size()) != header_hash) damaged(path, "checksum of the header does not match");
     try {
       const Json json = Json::parse(text);
@@ -163,20 +192,45 @@ class CheckpointFile {
 
   const Header& header() const { return header_; }
 
-  std::vector<std::byte> read(const Section& section) {
-    std::vector<std::byte> bytes(section.bytes);
-    file_.clear();
-    file_.seekg(static_cast<std::streamoff>(section.offset));
-    if (!file_.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size())))
-      damaged(path_, "section " + section.name + " cannot be read");
-    if (hex(hash_bytes(bytes.data(), bytes.size())) != section.hash)
-      damaged(path_, "checksum of section " + section.name + " does not match");
-    return bytes;
+  // Reads sections in their order and verifies their checksums. use(i, begin, piece) gets the bytes of the i-th of them from
+  // `begin` on, the last piece only if the checksum is right.
+  template <class Use>
+  void read(const std::vector<const Section*>& sections, const Use& use) const {
+    std::vector<HashBytes> hashes(sections.size());
+    std::vector<FilePiece> pieces;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < sections.size(); ++i) {
+      const Section& section = *sections[i];
+      bytes += section.bytes;
+      for (uint64_t begin = 0; begin < section.bytes; begin += kPieceBytes)
+        pieces.push_back({section.offset + begin, std::min<uint64_t>(kPieceBytes, section.bytes - begin), &hashes[i]});
+    }
+    PieceReader reader(file_, std::move(pieces), read_threads(bytes));
+    for (size_t i = 0; i < sections.size(); ++i) {
+      const Section& section = *sections[i];
+      for (uint64_t begin = 0; begin < section.bytes; begin += kPieceBytes) {
+        const std::span<const std::byte> piece = reader.next();
+        if (piece.empty()) damaged(path_, "section " + section.name + " cannot be read");
+        if (begin + piece.size() == section.bytes && hex(hashes[i].value()) != section.hash)
+          damaged(path_, "checksum of section " + section.name + " does not match");
+        use(i, begin, piece);
+      }
+    }
+  }
+
+  void verify(const std::vector<const Section*>& sections) const {
+    read(sections, [](size_t, uint64_t, std::span<const std::byte>) {});
+  }
+
+  void verify() const {
+    std::vector<const Section*> all;
+    for (const Section& section : header_.sections) all.push_back(&section);
+    verify(all);
   }
 
  private:
   std::filesystem::path path_;
-  std::ifstream file_;
+  RandomAccessFile file_;
   uint64_t size_ = 0;
   Header header_;
 };
@@ -203,8 +257,8 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& run, int step
 
 void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& meta, const std::vector<StateEntry>& state) {
   std::filesystem::create_directories(path.parent_path());
-  // Hashes and offsets have a fixed width, so the header's size is known before the sections are read: one pass, one section in
-  // memory at a time.
+  // Hashes and offsets have a fixed width, so the header's size is known before the sections are read: one pass, a few
+  // pieces in memory at a time.
   const auto header_text = [&](const std::vector<Section>& sections) {
     Json rows = Json::array();
     for (const Section& s : sections)
@@ -217,10 +271,11 @@ void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& m
     return Json{{"meta", meta_json(meta)}, {"sections", rows}}.dump();
   };
   std::vector<Section> sections;
+  uint64_t total = 0, largest = 0;
   for (const StateEntry& entry : state) {
-    uint64_t bytes = dtype_size(entry.dtype);
-    for (const int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
-    sections.push_back({entry.name, dtype_name(entry.dtype), hex(0), entry.shape, 0, bytes});
+    sections.push_back({entry.name, dtype_name(entry.dtype), hex(0), entry.shape, 0, entry.bytes()});
+    total += entry.bytes();
+    largest = std::max<uint64_t>(largest, entry.bytes());
   }
   size_t offset = align(kPrefixBytes + header_text(sections).size());
   for (Section& section : sections) {
@@ -228,14 +283,18 @@ void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& m
     offset = align(offset + section.bytes);
   }
   AtomicFile file(path.string());
+  std::vector<HashBytes> hashes(state.size());
+  std::vector<PieceWriter::Check> checks;
+  for (const StateEntry& entry : state) checks.push_back(finite_check(path, entry));
+  PieceWriter writer(file, std::min<uint64_t>(largest, kPieceBytes), write_threads(total));
   for (size_t i = 0; i < state.size(); ++i) {
-    const std::vector<std::byte> bytes = state[i].read();
-    require(bytes.size() == sections[i].bytes, "internal: section ", sections[i].name, " has ", bytes.size(), " bytes, expected ",
+    SectionSink sink(writer, sections[i], hashes[i], checks[i]);
+    state[i].read_to(sink);
+    require(sink.done() == sections[i].bytes, "internal: section ", sections[i].name, " has ", sink.done(), " bytes, expected ",
             sections[i].bytes);
-    check_finite_weights(path, state[i], bytes);
-    sections[i].hash = hex(hash_bytes(bytes.data(), bytes.size()));
-    file.write_at(sections[i].offset, bytes.data(), bytes.size());
   }
+  writer.finish();
+  for (size_t i = 0; i < state.size(); ++i) sections[i].hash = hex(hashes[i].value());
   const std::string header = header_text(sections);
   const uint64_t numbers[2] = {header.size(), hash_bytes(header.data(), header.size())};
   file.write_at(0, kMagic, 16);
@@ -246,10 +305,7 @@ void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& m
 
 CheckpointMeta read_checkpoint_meta(const std::filesystem::path& path) { return CheckpointFile(path).header().meta; }
 
-void verify_checkpoint(const std::filesystem::path& path) {
-  CheckpointFile file(path);
-  for (const Section& section : file.header().sections) file.read(section);
-}
+void verify_checkpoint(const std::filesystem::path& path) { CheckpointFile(path).verify(); }
 
 CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only,
                                std::string_view left_out) {
@@ -259,7 +315,8 @@ CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vec
   for (const Section& section : file.header().sections) {
     if (takes_part(section.name)) by_name[section.name] = &section;
   }
-  std::vector<std::pair<const StateEntry*, const Section*>> pairs;
+  std::vector<const StateEntry*> entries;
+  std::vector<const Section*> sections;  // by entry
   // Everything is checked before anything is changed.
   for (const StateEntry& entry : state) {
     if (!takes_part(entry.name)) continue;
@@ -272,15 +329,21 @@ CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vec
                                    path.string(), entry.name, section.dtype, fmt::join(section.shape, ", "),
                                    dtype_name(entry.dtype), fmt::join(entry.shape, ", ")));
     }
-    pairs.emplace_back(&entry, &section);
+    entries.push_back(&entry);
+    sections.push_back(&section);
   }
-  if (!parameters_only && by_name.size() != pairs.size()) {
-    for (const auto& [entry, section] : pairs) by_name.erase(entry->name);
+  if (!parameters_only && by_name.size() != entries.size()) {
+    for (const StateEntry* entry : entries) by_name.erase(entry->name);
     throw InputError(fmt::format("{}: holds {}, which this run does not have: the checkpoint is of another model or optimizer",
                                  path.string(), by_name.begin()->first));
   }
-  if (!parameters_only) verify_checkpoint(path);
-  for (const auto& [entry, section] : pairs) entry->write(file.read(*section));
+  if (parameters_only) {
+    file.verify(sections);
+  } else {
+    file.verify();
+  }
+  // The second reading comes from the page cache where memory suffices.
+  file.read(sections, [&](size_t i, uint64_t begin, std::span<const std::byte> piece) { entries[i]->write_piece(begin, piece); });
   return file.header().meta;
 }
 

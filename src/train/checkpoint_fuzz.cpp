@@ -28,10 +28,11 @@ const std::filesystem::path& file_path() {
 
 std::vector<StateEntry> state() {
   const auto entry = [](const char* name, DType dtype, std::vector<int64_t> shape, size_t bytes) {
-    return StateEntry{name, dtype, std::move(shape), [bytes] { return std::vector<std::byte>(bytes); },
-                      [bytes](const std::vector<std::byte>& data) {
-                        if (data.size() != bytes) std::abort();
-                      }};
+    return small_entry(
+        name, dtype, std::move(shape), [bytes] { return std::vector<std::byte>(bytes); },
+        [bytes](const std::vector<std::byte>& data) {
+          if (data.size() != bytes) std::abort();
+        });
   };
   return {entry("parameter/a", DType::f32, {2, 3}, 24), entry("adam.m/a", DType::bf16, {6}, 12)};
 }

@@ -27,11 +27,9 @@ struct FakeState {
     std::vector<StateEntry> list;
     const char* names[] = {"parameter/a", "parameter/b", "adam.m/a"};
     for (size_t i = 0; i < tensors.size(); ++i) {
-      list.push_back({names[i],
-                      DType::f32,
-                      {static_cast<int64_t>(tensors[i].size() / 4)},
-                      [this, i] { return tensors[i]; },
-                      [this, i](const std::vector<std::byte>& bytes) { tensors[i] = bytes; }});
+      list.push_back(small_entry(
+          names[i], DType::f32, {static_cast<int64_t>(tensors[i].size() / 4)}, [this, i] { return tensors[i]; },
+          [this, i](const std::vector<std::byte>& bytes) { tensors[i] = bytes; }));
     }
     return list;
   }

@@ -4,72 +4,120 @@
 #include <cstring>
 
 #include "kernels/base/error.h"
+#include "src/dist/message.h"
 
 namespace speedrun {
 namespace {
 
-using Bytes = std::vector<std::byte>;
 using Held = StateTensor::Held;
 
-// Of a tensor that is collected from the ranks, at once.
-constexpr size_t kGatherBytes = size_t{64} << 20;
+// A rank sends without waiting for rank 0, which must not be flooded: after so many exchanges all wait for each other.
+constexpr int64_t kExchangesAhead = 8;
 
-template <class A>
-Bytes sum_of(const std::vector<Bytes>& of_ranks) {
-  std::vector<A> sum(of_ranks.front().size() / sizeof(A)), one(sum.size());
-  for (const Bytes& bytes : of_ranks) {
-    std::memcpy(one.data(), bytes.data(), bytes.size());
-    for (size_t i = 0; i < sum.size(); ++i) sum[i] += one[i];
-  }
-  Bytes result(of_ranks.front().size());
-  std::memcpy(result.data(), sum.data(), result.size());
-  return result;
+// Calls body(first, n) for elements 0 … count−1, at most a piece at once.
+template <class Body>
+void for_pieces(int64_t count, DType dtype, const Body& body) {
+  const auto at_once = static_cast<int64_t>(kPieceBytes / dtype_size(dtype));
+  for (int64_t first = 0; first < count; first += at_once) body(first, std::min(at_once, count - first));
 }
 
-Bytes sum_of(const std::vector<Bytes>& of_ranks, DType dtype) {
-  if (dtype == DType::f32) return sum_of<float>(of_ranks);
+// In the order of the ranks, beginning with rank 0's, which lies in `sum`.
+template <class A>
+void add_ranks(const std::vector<Bytes>& of_ranks, int64_t n, std::byte* sum) {
+  auto* total = reinterpret_cast<A*>(sum);
+  for (int64_t i = 0; i < n; ++i) total[i] += A{0};  // a sum of zeros has no sign
+  for (size_t r = 1; r < of_ranks.size(); ++r) {
+    const auto* one = reinterpret_cast<const A*>(of_ranks[r].data());
+    for (int64_t i = 0; i < n; ++i) total[i] += one[i];
+  }
+}
+
+void add_ranks(const std::vector<Bytes>& of_ranks, DType dtype, int64_t n, std::byte* sum) {
+  if (dtype == DType::f32) return add_ranks<float>(of_ranks, n, sum);
   require(dtype == DType::f64, "internal: a sum over ranks of ", dtype_name(dtype));
-  return sum_of<double>(of_ranks);
+  add_ranks<double>(of_ranks, n, sum);
 }
 
 }  // namespace
 
-Bytes CollectedState::whole(Held held, DType dtype, const std::function<Bytes()>& read) {
-  if (control_ == nullptr || held == Held::whole) return rank() == 0 ? read() : Bytes();
-  const Bytes mine = read();
-  std::vector<Bytes> of_ranks(static_cast<size_t>(control_->size()));
-  // All ranks make as many turns, in which each may have something left or nothing.
-  for (size_t first = 0; control_->any(first < mine.size()); first += kGatherBytes) {
-    const auto begin = static_cast<ptrdiff_t>(std::min(first, mine.size())),
-               end = static_cast<ptrdiff_t>(std::min(first + kGatherBytes, mine.size()));
-    const std::vector<Bytes> pieces = control_->gather(Bytes(mine.begin() + begin, mine.begin() + end));
-    for (size_t r = 0; r < pieces.size(); ++r) of_ranks[r].insert(of_ranks[r].end(), pieces[r].begin(), pieces[r].end());
+std::vector<int64_t> CollectedState::counts_of_ranks(int64_t count) {
+  MessageWriter all;
+  for (const Bytes& one : control_->gather(MessageWriter().number(count).take())) all.number(MessageReader(one).number<int64_t>());
+  const Bytes shared = control_->broadcast(all.take());
+  MessageReader reader(shared);
+  std::vector<int64_t> counts(static_cast<size_t>(control_->size()));
+  for (int64_t& each : counts) each = reader.number<int64_t>();
+  return counts;
+}
+
+// Elements first … first + n − 1 of the share of each rank but rank 0 that sends, by rank, on rank 0.
+std::vector<Bytes> CollectedState::exchange(const Share& share, bool sends, int64_t first, int64_t n) {
+  const size_t bytes = static_cast<size_t>(n) * dtype_size(share.dtype);
+  message_.resize(sends && rank() != 0 ? bytes : 0);
+  if (!message_.empty()) share.read(first, n, message_.data());
+  std::vector<Bytes> pieces = control_->gather(message_);
+  for (const Bytes& piece : pieces)
+    require(piece.empty() || piece.size() == bytes, "internal: a piece of ", piece.size(), " bytes, expected ", bytes);
+  if (++exchanges_ % kExchangesAhead == 0) control_->barrier();
+  return pieces;
+}
+
+void CollectedState::read(const Share& share, PieceSink& sink) {
+  const size_t element = dtype_size(share.dtype);
+  const auto own_piece = [&](int64_t first, int64_t n) {
+    share.read(first, n, sink.space(static_cast<size_t>(n) * element));
+    sink.filled();
+  };
+  if (control_ == nullptr || share.held == Held::whole) {
+    if (rank() == 0) for_pieces(share.count, share.dtype, own_piece);
+    return;
   }
-  if (rank() != 0) return {};
-  if (held == Held::sum) return sum_of(of_ranks, dtype);
-  Bytes result;
-  for (const Bytes& part : of_ranks) result.insert(result.end(), part.begin(), part.end());
-  return result;
+  const std::vector<int64_t> counts = counts_of_ranks(share.count);
+  if (share.held == Held::sum) {
+    for_pieces(counts[0], share.dtype, [&](int64_t first, int64_t n) {
+      const std::vector<Bytes> pieces = exchange(share, true, first, n);
+      if (rank() != 0) return;
+      std::byte* to = sink.space(static_cast<size_t>(n) * element);
+      share.read(first, n, to);
+      add_ranks(pieces, share.dtype, n, to);
+      sink.filled();
+    });
+    return;
+  }
+  if (rank() == 0) for_pieces(share.count, share.dtype, own_piece);
+  for (int r = 1; r < control_->size(); ++r) {
+    for_pieces(counts[static_cast<size_t>(r)], share.dtype, [&](int64_t first, int64_t n) {
+      const std::vector<Bytes> pieces = exchange(share, r == rank(), first, n);
+      if (rank() != 0) return;
+      const Bytes& piece = pieces[static_cast<size_t>(r)];
+      std::memcpy(sink.space(piece.size()), piece.data(), piece.size());
+      sink.filled();
+    });
+  }
 }
 
-Bytes CollectedState::whole(const StateTensor& tensor) {
-  return whole(tensor.held, tensor.dtype, [&] {
-    Bytes bytes(static_cast<size_t>(tensor.count) * dtype_size(tensor.dtype));
-    device_.copy_out(bytes.data(), tensor.data, bytes.size());
-    device_.synchronize();
-    return bytes;
-  });
+void CollectedState::read(const StateTensor& tensor, PieceSink& sink) {
+  const auto* data = static_cast<const std::byte*>(tensor.data);
+  const size_t element = dtype_size(tensor.dtype);
+  const auto copy = [&](int64_t first, int64_t n, std::byte* to) {
+    staging_.copy_out(to, data + static_cast<size_t>(first) * element, static_cast<size_t>(n) * element);
+  };
+  read({tensor.held, tensor.dtype, tensor.count, copy}, sink);
 }
 
-void CollectedState::write(const StateTensor& tensor, const Bytes& whole) {
-  const size_t size = static_cast<size_t>(tensor.count) * dtype_size(tensor.dtype);
-  const size_t begin = tensor.held == Held::part ? static_cast<size_t>(tensor.begin) * dtype_size(tensor.dtype) : 0;
+void CollectedState::write(const StateTensor& tensor, size_t begin, std::span<const std::byte> piece) {
+  const size_t element = dtype_size(tensor.dtype);
+  const size_t own_begin = tensor.held == Held::part ? static_cast<size_t>(tensor.begin) * element : 0;
+  const size_t own_end = own_begin + static_cast<size_t>(tensor.count) * element;
+  const size_t from = std::max(begin, own_begin), to = std::min(begin + piece.size(), own_end);
+  if (from >= to) return;
+  std::byte* device = static_cast<std::byte*>(tensor.data) + (from - own_begin);
   if (tensor.held == Held::sum && rank() != 0) {
-    device_.zero(tensor.data, size);  // rank 0 alone keeps a sum
+    device_.zero(device, to - from);  // rank 0 alone keeps a sum
+    device_.synchronize();
   } else {
-    device_.copy_in(tensor.data, whole.data() + begin, size);
+    staging_.copy_in(device, piece.data() + (from - begin), to - from);
   }
-  device_.synchronize();
 }
 
 }  // namespace speedrun

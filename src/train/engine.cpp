@@ -10,7 +10,6 @@
 #include "fmt/format.h"
 #include "kernels/gemm/gemm_cuda.h"
 #include "kernels/grad_stats/grad_stats.h"
-#include "src/core/file.h"
 #include "src/core/parameter.h"
 #include "src/dist/message.h"
 #include "src/model/model.h"
@@ -206,21 +205,7 @@ class EngineOf : public Engine {
 
   std::vector<StateEntry> state() override {
     std::vector<StateEntry> entries;
-    for (int p = 0; p < parameters_.size(); ++p) {
-      const ParameterSpec& spec = parameters_.spec(p);
-      const StateTensor::Held held = parameters_.replicated(p) ? StateTensor::Held::whole : StateTensor::Held::part;
-      entries.push_back({std::string(kParameterPrefix) + spec.name, DTypeOf<Acc<T>>::value, spec.shape,
-                         [this, p, held] {
-                           return collected_.whole(held, DTypeOf<Acc<T>>::value, [&] {
-                             return bytes_of(parameters_.read_master(device_, p, parameters_.own(p)));
-                           });
-                         },
-                         [this, p](const std::vector<std::byte>& bytes) {
-                           std::vector<Acc<T>> master(bytes.size() / sizeof(Acc<T>));
-                           std::memcpy(master.data(), bytes.data(), bytes.size());
-                           parameters_.write_master(device_, p, master);
-                         }});
-    }
+    for (int p = 0; p < parameters_.size(); ++p) entries.push_back(parameter_entry(p));
     if (!options_.training) return entries;
     std::vector<StateTensor> tensors = optimizer_.state();
     for (const StateTensor& tensor : model_->state()) tensors.push_back(tensor);
@@ -233,9 +218,9 @@ class EngineOf : public Engine {
       entries.push_back({tensor.name,
                          tensor.dtype,
                          {count},
-                         [this, tensor] { return collected_.whole(tensor); },
-                         [this, tensor](const std::vector<std::byte>& bytes) {
-                           collected_.write(tensor, bytes);
+                         [this, tensor](PieceSink& sink) { collected_.read(tensor, sink); },
+                         [this, tensor](size_t begin, std::span<const std::byte> piece) {
+                           collected_.write(tensor, begin, piece);
                            if (touched_) touched_->forget();
                          }});
     }
@@ -254,8 +239,9 @@ class EngineOf : public Engine {
     std::vector<StateEntry> entries;
     for (int p = 0; p < parameters_.size(); ++p) {
       const ParameterSpec& spec = parameters_.spec(p);
-      entries.push_back({spec.name, DTypeOf<Acc<T>>::value, spec.shape,
-                         [this, p] { return bytes_of(parameters_.read_grad(device_, p)); }, nullptr});
+      const StateTensor grad{spec.name, kMasterType, parameters_.grad(p), spec.count()};
+      entries.push_back(
+          {spec.name, kMasterType, spec.shape, [this, grad](PieceSink& sink) { collected_.read(grad, sink); }, nullptr});
     }
     return entries;
   }
@@ -264,8 +250,9 @@ class EngineOf : public Engine {
     uint64_t hash = 0;
     for (const StateEntry& entry : state()) {
       if (!entry.name.starts_with(kParameterPrefix)) continue;
-      const std::vector<std::byte> bytes = entry.read();
-      hash = hash_bytes(bytes.data(), bytes.size(), hash);
+      HashSink sink(hash);
+      entry.read_to(sink);
+      hash = sink.value();
     }
     return hash;
   }
@@ -288,30 +275,47 @@ class EngineOf : public Engine {
   }
 
  private:
+  static constexpr DType kMasterType = DTypeOf<Acc<T>>::value;
+
   static Parameters<T> make_parameters(const Config& config, bool training, int rank, int world) {
     std::vector<ParameterSpec> specs = parameter_table(config.model, config.optim);
     Sharding sharding = make_sharding(specs, config.optim, rank, world);
     return Parameters<T>(std::move(specs), training, std::move(sharding));
   }
 
-  template <class U>
-  static std::vector<std::byte> bytes_of(const std::vector<U>& values) {
-    std::vector<std::byte> bytes(values.size() * sizeof(U));
-    std::memcpy(bytes.data(), values.data(), bytes.size());
-    return bytes;
+  // The master values of a parameter.
+  StateEntry parameter_entry(int p) {
+    const ParameterSpec& spec = parameters_.spec(p);
+    const ParameterRange own = parameters_.own(p);
+    const CollectedState::Share share{
+        parameters_.replicated(p) ? StateTensor::Held::whole : StateTensor::Held::part, kMasterType, own.count,
+        [this, p, own](int64_t first, int64_t n, std::byte* to) {
+          parameters_.read_master(device_, collected_.staging(), p, {own.begin + first, n}, reinterpret_cast<Acc<T>*>(to));
+        }};
+    const auto write = [this, p](size_t begin, std::span<const std::byte> piece) {
+      constexpr size_t kElement = sizeof(Acc<T>);
+      const ParameterRange range{static_cast<int64_t>(begin / kElement), static_cast<int64_t>(piece.size() / kElement)};
+      parameters_.write_master(device_, collected_.staging(), p, range, reinterpret_cast<const Acc<T>*>(piece.data()));
+    };
+    return {std::string(kParameterPrefix) + spec.name, kMasterType, spec.shape,
+            [this, share](PieceSink& sink) { collected_.read(share, sink); }, write};
   }
 
   // The update that the history of weight extrapolation goes back to, as a state entry.
   StateEntry extrapolation_begin() {
-    return {std::string(kExtrapolationPrefix) + "begin",
-            DType::i64,
-            {1},
-            [this] { return rank_ == 0 ? bytes_of(std::vector<int64_t>{extrapolation_->begin()}) : std::vector<std::byte>(); },
-            [this](const std::vector<std::byte>& bytes) {
-              int64_t begin = 0;
-              std::memcpy(&begin, bytes.data(), sizeof(begin));
-              extrapolation_->restore(static_cast<int>(begin));
-            }};
+    return small_entry(
+        std::string(kExtrapolationPrefix) + "begin", DType::i64, {1},
+        [this] {
+          std::vector<std::byte> bytes(rank_ == 0 ? sizeof(int64_t) : 0);
+          const int64_t begin = extrapolation_->begin();
+          std::memcpy(bytes.data(), &begin, bytes.size());
+          return bytes;
+        },
+        [this](const std::vector<std::byte>& bytes) {
+          int64_t begin = 0;
+          std::memcpy(&begin, bytes.data(), sizeof(begin));
+          extrapolation_->restore(static_cast<int>(begin));
+        });
   }
 
   // True if there was a jump or a refused one.

@@ -19,6 +19,7 @@
 #include "src/dist/control.h"
 #include "src/model/model.h"
 #include "src/optim/schedule.h"
+#include "src/train/state_entry.h"
 
 namespace speedrun {
 
@@ -35,18 +36,6 @@ struct StepResult {
 inline constexpr std::string_view kParameterPrefix = "parameter/";
 // Those of weight extrapolation, history and averages: a run that branches off with other extrapolation.* keys begins without them.
 inline constexpr std::string_view kExtrapolationPrefix = "extrapolation.";
-
-// A tensor of the run's state in host memory, for checkpoints. Parameters appear as FP32 masters, whatever their form on the
-// device, so that a checkpoint made on a GPU can be evaluated on a CPU.
-struct StateEntry {
-  std::string name;  // "parameter/wte", "adam.m/wte", …
-  DType dtype;
-  std::vector<int64_t> shape;
-  // All synchronous. read: with several ranks all of them call it, in the same order, and rank 0 has the answer, the others
-  // nothing. write: the whole tensor, on every rank; the size has been checked.
-  std::function<std::vector<std::byte>()> read;
-  std::function<void(const std::vector<std::byte>&)> write;
-};
 
 struct EngineOptions {
   int64_t micro_batch_tokens = 0;     // most tokens of one forward/backward; a row is never cut; 0: chosen here

@@ -309,12 +309,11 @@ TEST(Trainer, ANonFiniteLossEndsTheRunWithItsOwnExitCode) {
   std::vector<StateEntry> weights = parameters_of(*engine);
   for (StateEntry& entry : weights) {
     if (entry.name != "h.0.attn.qkv.weight") continue;
-    entry.read = [read = entry.read] {
-      auto bytes = read();
-      const float infinite = std::numeric_limits<float>::infinity();
-      std::memcpy(bytes.data() + 40, &infinite, sizeof infinite);
-      return bytes;
-    };
+    std::vector<std::byte> bytes = entry.read();
+    const float infinite = std::numeric_limits<float>::infinity();
+    std::memcpy(bytes.data() + 40, &infinite, sizeof infinite);
+    entry = small_entry(
+        entry.name, entry.dtype, entry.shape, [bytes] { return bytes; }, nullptr);
   }
   const auto file = folder.path() / "bad.safetensors";
   save_tensors(file, weights, {});

@@ -30,18 +30,19 @@ struct TwoTensors {
     const std::vector<int64_t> shapes[] = {{2, 3}, {3}};
     const char* names[] = {"parameter/h.0.weight", "parameter/gain"};
     for (size_t i = 0; i < 2; ++i) {
-      entries.push_back({names[i], DType::f32, shapes[i],
-                         [this, i] {
-                           std::vector<std::byte> bytes(values[i].size() * 4);
-                           std::memcpy(bytes.data(), values[i].data(), bytes.size());
-                           return bytes;
-                         },
-                         [this, i](const std::vector<std::byte>& bytes) {
-                           ASSERT_EQ(bytes.size(), values[i].size() * 4);
-                           std::memcpy(values[i].data(), bytes.data(), bytes.size());
-                         }});
+      entries.push_back(small_entry(
+          names[i], DType::f32, shapes[i],
+          [this, i] {
+            std::vector<std::byte> bytes(values[i].size() * 4);
+            std::memcpy(bytes.data(), values[i].data(), bytes.size());
+            return bytes;
+          },
+          [this, i](const std::vector<std::byte>& bytes) {
+            ASSERT_EQ(bytes.size(), values[i].size() * 4);
+            std::memcpy(values[i].data(), bytes.data(), bytes.size());
+          }));
     }
-    entries.push_back({"adam.m/gain", DType::f32, {3}, nullptr, [](const auto&) { FAIL() << "not a parameter"; }});
+    entries.push_back(small_entry("adam.m/gain", DType::f32, {3}, nullptr, [](const auto&) { FAIL() << "not a parameter"; }));
     return entries;
   }
 };

@@ -3,141 +3,157 @@
 losses like speedrun's metrics.jsonl, for a paired figure on the same machine and data.
 
   git clone https://github.com/KellerJordan/modded-nanogpt DIR
-  reference_script.py --source DIR --train PATTERN --val PATTERN --vocab data/gpt2 --out record.jsonl [--repeat 3] [--val-every 250]
+  reference_script.py --source DIR --train PATTERN --val PATTERN --vocab data/gpt2_vocab --out record.jsonl [--repeat 3] [--val-every 250]
 
 The script and its kernels are copied into a working folder with the few changes that another machine and other data need:
-  - FlashAttention-3 from the network gives way to PyTorch's built-in FlashAttention (somewhat slower), tiktoken to the vocabulary's file;
+  - FlashAttention-3 from the network gives way to PyTorch's built-in FlashAttention (reference_flash.py, somewhat slower), tiktoken to the
+    vocabulary's file;
   - places for documents in a row: as many as --documents, where FineWeb needs 128;
   - a constant that the kernels make at their first call exists before compilation, which takes that for a side effect;
   - scales of FP8 products go to memory of their own, where cuBLASLt 13 wants them (abs: a clone is optimised away);
-  - losses of training are kept, validation losses have more digits; there is no validation before the first step, and each is compiled
+  - losses of training and validation are kept (reference_hooks.py); there is no validation before the first step, and each is compiled
     when it is needed first;
   - a shard is left where it cannot fill all 8 rows of a step, as the script does on 8 GPUs and speedrun on any number; --own-rows: as it
     does on one GPU, where it goes on row by row.
-Each change must fit the source exactly once: another record is refused. It compiles for some eight minutes before the first step.
+Places are found in the syntax tree, each exactly once: another record is refused. It compiles for some eight minutes before the first step.
 Lines of --out: {"step", "loss", "train_ms"} for each step (loss: nats per token, all terms, before the update; train_ms: its clock after
 it), {"step", "val_loss", "train_ms"}.
 """
 
 import argparse
+import ast
 import glob
 import os
 import subprocess
 import sys
 import tempfile
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
-# The kernels' import finds this in the working folder.
-KERNELS = '''
-import types
-
-import torch
+ORACLE = os.path.dirname(os.path.abspath(__file__))
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window_size):
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False,
-        scale=softmax_scale, window_size_left=window_size[0], window_size_right=window_size[1])[0]
+class Source:
+    """A file of the record, changed at places that its syntax tree names; everything else stays as it is, to the byte."""
+
+    def __init__(self, path):
+        self.path = path
+        with open(path, "rb") as file:
+            self.text = file.read()
+        self.tree = ast.parse(self.text, path)
+        self.lines = [0, *(i + 1 for i, byte in enumerate(self.text) if byte == ord("\n"))]
+        self.edits = []  # begin, end, new text
+
+    def find(self, what, root, test, expected=1):
+        """The nodes below root that the test is true for; another number than expected is refused."""
+        found = [node for node in ast.walk(root) if test(node)]
+        if len(found) != expected:
+            raise SystemExit(f"{self.path}: {len(found)} places for {what}, expected {expected}: not the record this script is for")
+        return found if expected > 1 else found[0]
+
+    def span(self, node):
+        return self.lines[node.lineno - 1] + node.col_offset, self.lines[node.end_lineno - 1] + node.end_col_offset
+
+    def code(self, node):
+        begin, end = self.span(node)
+        return self.text[begin:end].decode()
+
+    def replace(self, node, new):
+        self.edits.append((*self.span(node), new))
+
+    def before(self, node, *statements):
+        begin, _ = self.span(node)
+        self.edits.append((begin, begin, "".join(f"{line}\n{' ' * node.col_offset}" for line in statements)))
+
+    def after(self, node, *statements):
+        _, end = self.span(node)
+        self.edits.append((end, end, "".join(f"\n{' ' * node.col_offset}{line}" for line in statements)))
+
+    def changed(self):
+        text = self.text
+        for begin, end, new in sorted(self.edits, reverse=True):
+            text = text[:begin] + new.encode() + text[end:]
+        return text.decode()
 
 
-def get_kernel(*_, **__):
-    return types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-'''
+def assigns(name):
+    def test(node):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
-TIKTOKEN = '''
-import sys
-import types
-
-sys.path.append({oracle!r})
-import vocabulary
+    return test
 
 
-def get_encoding(_):
-    tokens = vocabulary.token_bytes({vocab!r}, 50257)
-    return types.SimpleNamespace(_mergeable_ranks={{token: i for i, token in enumerate(tokens)}})
-'''
-
-NEXT_BATCH = "    def next_batch(self, num_tokens_local: int, max_seq_len: int):\n        self._maybe_switch()\n        n = len(self.bos_idx)\n"
-WHOLE_STEPS = NEXT_BATCH + '''        self.rows = getattr(self, "rows", 0)
-        if self.rows % 8 == 0:
-            ahead = self.i
-            for _ in range(8):
-                length = 0
-                while length <= num_tokens_local:
-                    if ahead >= n:
-                        raise StopIteration("not enough for the 8 rows of a step")
-                    begin = self.bos_idx[ahead]
-                    ahead += 1
-                    end = self.bos_idx[ahead] if ahead < n else self.size
-                    length += min(end, begin + max_seq_len, begin + num_tokens_local - length + 1) - begin
-        self.rows += 1
-'''
-WARM_VALIDATION = '''    model.eval()
-    with torch.no_grad():
-        inputs, targets, cum_seqlens, bigram_inputs, _ = next(val_loader)
-        model(inputs, targets, cum_seqlens, bigram_inputs, training_manager.get_forward_args()).mean()
-    model.train()
-'''
-BACKWARD = "        training_manager.sparse_index_share(step)\n        loss.backward()\n        del loss\n    training_manager.step_optimizers(step)\n"
-LAST_OF_STEP = "    model.quantize_mlp_fp8(bootstrap_down=(step < 16))\n"
-CLOCK = "    approx_training_time_ms = training_time_ms + 1000 * (time.perf_counter() - t0)\n"
-TELL = CLOCK + '''    told.append((step, step_loss, training_manager.batch_size, approx_training_time_ms))
-    if step % 25 == 24 or step == train_steps - 1:
-        for told_step, told_loss, told_tokens, told_ms in told:
-            losses_file.write(json.dumps({"step": told_step, "loss": told_loss.item() * grad_accum_steps / told_tokens, "train_ms": told_ms}) + "\\n")
-        losses_file.flush()
-        told.clear()
-'''
-BEGIN = "# begin training\ntrain_steps = training_schedule.total_steps\n"
-COMPILE = "model: nn.Module = torch.compile(model, dynamic=False, fullgraph=True)\n"
-VALIDATED = "        dist.reduce(val_loss, 0, op=dist.ReduceOp.AVG)\n"
+def calls(name):
+    """A statement that calls a method or function of that name."""
+    return lambda node: isinstance(node, ast.Expr) and is_call(node.value, name)
 
 
-def changes(args):
-    """(old, new) of train_gpt.py, of triton_kernels.py."""
-    script = [
-        ("TRAIN_MAX_NUM_DOCS = {16384: 64, 32768: 96, 49152: 128}",
-         f"TRAIN_MAX_NUM_DOCS = {{n: max(least, {args.documents} * n // 49152) for n, least in ((16384, 64), (32768, 96), (49152, 128))}}"),
-        ("val_loss_every: int = 250", f"val_loss_every: int = {args.val_every}"),
-        ("args.val_loss_every > 0 and step % args.val_loss_every == 0", "args.val_loss_every > 0 and step > 0 and step % args.val_loss_every == 0"),
-        ("val_loss:{val_loss:.4f}", "val_loss:{val_loss:.6f}"),
-        (WARM_VALIDATION, ""),
-        (BACKWARD + LAST_OF_STEP, BACKWARD.replace("        loss.backward()\n", "        loss.backward()\n        step_loss = step_loss + loss.detach()\n")
-         + LAST_OF_STEP),
-        ("    for idx in range(grad_accum_steps):\n        inputs, targets, cum_seqlens, bigram_inputs, bigram_cpu = train_loader.send(training_manager.train_loader_send_args)\n",
-         "    step_loss = 0\n    for idx in range(grad_accum_steps):\n        inputs, targets, cum_seqlens, bigram_inputs, bigram_cpu = train_loader.send(training_manager.train_loader_send_args)\n"),
-        (CLOCK, TELL),
-        (COMPILE, "import triton_kernels\ntriton_kernels._get_dummy_f32(device)\n" + COMPILE),
-        (BEGIN, BEGIN + f"import json\ntold, losses_file = [], open({os.path.abspath(args.out)!r}, 'w')\n"),
-        (VALIDATED, VALIDATED + '        losses_file.write(json.dumps({"step": step, "val_loss": val_loss.item(), "train_ms": training_time_ms}) + "\\n")\n'
-         "        losses_file.flush()\n"),
-    ]  # fmt: skip
+def is_call(node, name):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
+
+
+def changed_script(path, args):
+    source = Source(path)
+    tree = source.tree
+    places = source.find("the number of documents", tree, assigns("TRAIN_MAX_NUM_DOCS")).value
+    for tokens, least in zip(places.keys, places.values):
+        source.replace(least, str(max(least.value, args.documents * tokens.value // 49152)))
+    source.replace(source.find("the interval of validations", tree, assigns("val_loss_every")).value, str(args.val_every))
     if not args.own_rows:
-        script.append((NEXT_BATCH, WHOLE_STEPS))
-    kernels = [("scale_a=activation_scale,\n                scale_b=W2_scale,", "scale_a=activation_scale.abs(),\n                scale_b=W2_scale.abs(),")]
-    return script, kernels
+        shard = source.find("the shard", tree, lambda node: isinstance(node, ast.ClassDef) and node.name == "Shard")
+        source.after(shard, "import reference_hooks", "reference_hooks.whole_steps(Shard)")
+
+    def compiles_model(node):
+        value = getattr(node, "value", None)
+        return isinstance(node, (ast.Assign, ast.AnnAssign)) and is_call(value, "compile") and getattr(value.args[0], "id", None) == "model"
+
+    source.before(source.find("compilation", tree, compiles_model), "import triton_kernels", "triton_kernels._get_dummy_f32(device)")
+
+    warm_up = source.find("the warm-up", tree, lambda node: isinstance(node, ast.For) and getattr(node.iter, "id", None) == "warmup_steps")
+    for statement in source.find(
+        "validation in the warm-up", warm_up, lambda node: isinstance(node, ast.With) or calls("eval")(node) or calls("train")(node), 3
+    ):
+        source.replace(statement, "pass")
+
+    def trains(node):
+        return isinstance(node, ast.For) and getattr(node.target, "id", None) == "step" and node is not warm_up and "range" in source.code(node.iter)
+
+    loop = source.find("the training loop", ast.Module([n for n in tree.body if isinstance(n, ast.For)], []), trains)
+    source.before(loop, "import reference_hooks", "kept = reference_hooks.Losses()")
+    asks = source.find("whether to validate", loop, lambda node: isinstance(node, ast.If) and "val_loss_every" in source.code(node.test)).test
+    source.replace(asks, f"({source.code(asks)}) and step > 0")
+    source.after(source.find("the backward pass", loop, calls("backward")), "kept.add(loss)")
+    source.after(source.find("the validation's end", loop, calls("reduce")), "kept.validation(step, val_loss, training_time_ms)")
+    clock = source.find("the clock of a step", loop, assigns("approx_training_time_ms"))
+    source.after(clock, "kept.step(step, grad_accum_steps, training_manager.batch_size, approx_training_time_ms, step == train_steps - 1)")
+    return source.changed()
 
 
-def changed(path, pairs):
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    for old, new in pairs:
-        if text.count(old) != 1:
-            raise SystemExit(f"{path}: {text.count(old)} places for a change, expected 1: not the record this script is for: {old.strip()[:80]!r}")
-        text = text.replace(old, new)
-    return text
+def changed_kernels(path):
+    """Scales that a function is given, in its FP8 products."""
+    source = Source(path)
+
+    def scales(function):
+        if not isinstance(function, ast.FunctionDef):
+            return []
+        names = {argument.arg for argument in function.args.args}
+        products = [node for node in ast.walk(function) if is_call(node, "_scaled_mm")]
+        values = [keyword.value for node in products for keyword in node.keywords if keyword.arg in ("scale_a", "scale_b")]
+        return [value for value in values if isinstance(value, ast.Name) and value.id in names]
+
+    function = source.find("a product with given scales", source.tree, scales)
+    for scale in scales(function):
+        source.replace(scale, f"{scale.id}.abs()")
+    return source.changed()
 
 
 def prepare(folder, args):
     """Script, kernels, stand-ins and links to the shards; the files that it writes."""
-    script, kernels = changes(args)
     texts = {
-        "train_gpt.py": changed(os.path.join(args.source, "train_gpt.py"), script),
-        "triton_kernels.py": changed(os.path.join(args.source, "triton_kernels.py"), kernels),
-        "dc_triton_kernels.py": changed(os.path.join(args.source, "dc_triton_kernels.py"), []),
-        "kernels.py": KERNELS,
-        "tiktoken.py": TIKTOKEN.format(oracle=os.path.dirname(os.path.abspath(__file__)), vocab=os.path.abspath(args.vocab)),
+        "train_gpt.py": changed_script(os.path.join(args.source, "train_gpt.py"), args),
+        "triton_kernels.py": changed_kernels(os.path.join(args.source, "triton_kernels.py")),
+        "dc_triton_kernels.py": Source(os.path.join(args.source, "dc_triton_kernels.py")).changed(),
+        "kernels.py": "from reference_flash import get_kernel\n",
+        "tiktoken.py": "from reference_hooks import get_encoding\n",
     }
     for name, text in texts.items():
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -168,7 +184,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder, args)
         one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
-        environment = {**os.environ, **one, "DATA_PATH": folder}
+        paths = [ORACLE, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        files = {"REFERENCE_VOCAB": os.path.abspath(args.vocab), "REFERENCE_LOSSES": os.path.abspath(args.out)}
+        environment = {**os.environ, **one, **files, "DATA_PATH": folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment.pop("DISABLE_FP8", None)
         sys.exit(subprocess.run([sys.executable, "-u", "train_gpt.py"], cwd=folder, env=environment, check=False).returncode)
 

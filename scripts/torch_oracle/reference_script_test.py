@@ -3,33 +3,60 @@
 
 import argparse
 import ast
+import json
 import os
 import pathlib
 import sys
 import unittest
+import unittest.mock
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent)]
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import reference_hooks  # noqa: E402
 import reference_script  # noqa: E402
 from script_case import Folder  # noqa: E402
 
-# As the record's loader goes through a shard whose documents begin at bos_idx.
-SHARD = (
-    "class Shard:\n    def __init__(self, bos_idx, size):\n        self.bos_idx, self.size, self.i = bos_idx, size, 0\n\n"
-    "    def _maybe_switch(self):\n        pass\n\n"
-    + reference_script.NEXT_BATCH
-    + """        begin = idx = self.i
-        length = 0
-        while length <= num_tokens_local:
-            if idx >= n:
-                raise StopIteration
-            cur = self.bos_idx[idx]
-            idx += 1
-            end = min(self.bos_idx[idx] if idx < n else self.size, cur + max_seq_len, cur + num_tokens_local - length + 1)
-            length += end - cur
-        self.i = idx
-        return begin
+# What the script looks for, without all else.
+SCRIPT = """TRAIN_MAX_NUM_DOCS = {16384: 64, 49152: 128}
+class Shard:
+    pass
+class Settings:
+    val_loss_every: int = 250
+model: object = torch.compile(model)
+for step in warmup_steps:
+    model.eval()
+    with quiet():
+        validate()
+    model.train()
+    work()
+for step in range(train_steps + 1):
+    if last_step or step % args.val_loss_every == 0:
+        dist.reduce(val_loss, 0)
+    for row in rows:
+        loss.backward()
+        del loss
+    approx_training_time_ms = now()
 """
-)
+KERNELS = """def forward(x, own_scale, weight_scale):
+    return torch._scaled_mm(x, x, scale_a=own_scale, scale_b=weight_scale)
+def backward(x):
+    made = new(x)
+    return torch._scaled_mm(x, x, scale_a=made, scale_b=made)
+"""
+
+
+class Documents:
+    """Rows of whole documents that all have ten tokens."""
+
+    def __init__(self, count):
+        self.count, self.i = count, 0
+
+    def next_batch(self, row_tokens, _):
+        begin = self.i
+        if begin + -(-row_tokens // 10) > self.count:
+            raise StopIteration
+        self.i = begin + -(-row_tokens // 10)
+        return begin
 
 
 def arguments(folder, **others):
@@ -41,11 +68,8 @@ def arguments(folder, **others):
 class ReferenceScriptTest(Folder):
     def setUp(self):
         super().setUp()
-        script, kernels = reference_script.changes(arguments(self.folder))
         os.mkdir(self.folder / "source")
-        texts = {"train_gpt": script, "triton_kernels": kernels, "dc_triton_kernels": []}
-        for name, pairs in texts.items():
-            text = "# start\n" + "# between\n".join(old + "\n" for old, _ in pairs)
+        for name, text in {"train_gpt": SCRIPT, "triton_kernels": KERNELS, "dc_triton_kernels": "# é\n"}.items():
             (self.folder / "source" / f"{name}.py").write_text(text, encoding="utf-8")
         for name in ("train_001", "train_000", "val_000"):
             (self.folder / f"{name}.bin").touch()
@@ -59,15 +83,26 @@ class ReferenceScriptTest(Folder):
     def test_every_change_is_made(self):
         target = self.prepared(val_every=123)
         text = (target / "train_gpt.py").read_text(encoding="utf-8")
-        for part in ("val_loss_every: int = 123", "step > 0 and step % args.val_loss_every", "val_loss:.6f", "self.rows % 8", "told.append("):
+        ast.parse(text)
+        for part in ("{16384: 64, 49152: 192}", "val_loss_every: int = 123", "(last_step or step % args.val_loss_every == 0) and step > 0:",
+                     "reference_hooks.whole_steps(Shard)\n", "_get_dummy_f32(device)\nmodel: object = torch.compile(model)",
+                     "kept = reference_hooks.Losses()\nfor step in range", "\n        kept.validation(step, val_loss, training_time_ms)\n",
+                     "\n        loss.backward()\n        kept.add(loss)\n        del loss\n", "= now()\n    kept.step(step, "):  # fmt: skip
             self.assertIn(part, text)
-        self.assertNotIn(reference_script.WARM_VALIDATION, text)
-        self.assertIn("W2_scale.abs()", (target / "triton_kernels.py").read_text(encoding="utf-8"))
+        for part in ("model.eval()", "model.train()", "validate()"):
+            self.assertNotIn(part, text)
+        self.assertIn("    work()\n", text)
+        kernels = (target / "triton_kernels.py").read_text(encoding="utf-8")
+        self.assertEqual(kernels, KERNELS.replace("=own_scale", "=own_scale.abs()").replace("=weight_scale", "=weight_scale.abs()"))
+        self.assertEqual((target / "dc_triton_kernels.py").read_text(encoding="utf-8"), "# é\n")
+
+    def test_rows_of_one_gpu(self):
+        self.assertNotIn("whole_steps", (self.prepared(own_rows=True) / "train_gpt.py").read_text(encoding="utf-8"))
 
     def test_stand_ins_are_python(self):
         target = self.prepared()
-        for name in ("kernels", "tiktoken"):
-            ast.parse((target / f"{name}.py").read_text(encoding="utf-8"))
+        for path in (target / "kernels.py", target / "tiktoken.py", HERE / "reference_flash.py"):
+            ast.parse(path.read_text(encoding="utf-8"))
 
     def test_shards_in_order_and_again(self):
         data = self.prepared() / "data" / "fineweb10B"
@@ -77,10 +112,10 @@ class ReferenceScriptTest(Folder):
 
     def test_other_sources_are_refused(self):
         script = self.folder / "source" / "train_gpt.py"
-        text = script.read_text(encoding="utf-8")
-        for changed in (text.replace(reference_script.CLOCK, ""), text + reference_script.CLOCK):
+        clock = "    approx_training_time_ms = now()\n"
+        for changed in (SCRIPT.replace(clock, ""), SCRIPT + clock):
             script.write_text(changed, encoding="utf-8")
-            with self.assertRaisesRegex(SystemExit, "train_gpt.py: [02] places for a change"):
+            with self.assertRaisesRegex(SystemExit, "train_gpt.py: [02] places for the clock of a step"):
                 reference_script.prepare(self.folder, arguments(self.folder))
 
     def test_missing_shards(self):
@@ -88,19 +123,48 @@ class ReferenceScriptTest(Folder):
             self.prepared(val=str(self.folder / "none_*.bin"))
 
     def test_a_shard_is_left_where_it_lacks_the_rows_of_a_step(self):
+        class Whole(Documents):
+            pass
+
+        reference_hooks.whole_steps(Whole)
         starts = {}
-        for name, source in (("own", SHARD), ("whole", SHARD.replace(reference_script.NEXT_BATCH, reference_script.WHOLE_STEPS))):
-            module = {}
-            exec(source, module)
-            shard = module["Shard"](list(range(0, 1000, 10)), 1000)  # 100 documents of 10 tokens; a row of 35 takes 4
-            starts[name] = []
+        for kind in (Documents, Whole):
+            shard, starts[kind] = kind(100), []  # a row of 35 tokens takes 4 documents
             try:
                 while True:
-                    starts[name].append(shard.next_batch(35, 1000))
+                    starts[kind].append(shard.next_batch(35, 1000))
             except StopIteration:
                 pass
-        self.assertEqual(starts["own"], list(range(0, 100, 4)))
-        self.assertEqual(starts["whole"], starts["own"][:24])  # three steps of eight rows
+        self.assertEqual(starts[Documents], list(range(0, 100, 4)))
+        self.assertEqual(starts[Whole], starts[Documents][:24])  # three steps of eight rows
+
+    def test_losses_of_every_step(self):
+        class Loss:
+            def __init__(self, value):
+                self.value = value
+
+            def detach(self):
+                return self.value
+
+        class Sum(float):
+            def item(self):
+                return float(self)
+
+            def __add__(self, other):
+                return Sum(float(self) + other)
+
+        with unittest.mock.patch.dict(os.environ, REFERENCE_LOSSES=str(self.folder / "losses.jsonl")):
+            kept = reference_hooks.Losses()
+        for step in range(27):
+            kept.sum = Sum(kept.sum)
+            for _ in range(8):
+                kept.add(Loss(512.0 * step))  # tokens' losses over 8
+            kept.step(step, 8, 32768, 10.0 * step, step == 26)
+        kept.validation(27, Sum(3.5), 270.0)
+        kept.file.close()
+        lines = [json.loads(line) for line in (self.folder / "losses.jsonl").read_text(encoding="utf-8").splitlines()]
+        self.assertEqual(lines[:-1], [{"step": s, "loss": 1.0 * s, "train_ms": 10.0 * s} for s in range(27)])
+        self.assertEqual(lines[-1], {"step": 27, "val_loss": 3.5, "train_ms": 270.0})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 #include "fmt/format.h"
 #include "kernels/gemm/gemm_cuda.h"
 #include "kernels/grad_stats/grad_stats.h"
+#include "src/core/file.h"
 #include "src/core/parameter.h"
 #include "src/dist/message.h"
 #include "src/model/model.h"
@@ -250,9 +251,10 @@ class EngineOf : public Engine {
     uint64_t hash = 0;
     for (const StateEntry& entry : state()) {
       if (!entry.name.starts_with(kParameterPrefix)) continue;
-      HashSink sink(hash);
+      HashBytes of_entry(hash);
+      EachPiece sink([&](std::span<const std::byte> piece) { of_entry.add(piece.data(), piece.size()); });
       entry.read_to(sink);
-      hash = sink.value();
+      hash = of_entry.value();
     }
     return hash;
   }

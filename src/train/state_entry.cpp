@@ -6,25 +6,6 @@
 #include "kernels/base/error.h"
 
 namespace speedrun {
-namespace {
-
-class VectorSink : public PieceSink {
- public:
-  explicit VectorSink(size_t bytes) : expected_(bytes) {}
-  std::byte* space(size_t bytes) override {
-    whole.resize(std::max(expected_, used_ + bytes));
-    used_ += bytes;
-    return whole.data() + used_ - bytes;
-  }
-  void filled() override {}
-
-  std::vector<std::byte> whole;  // stays empty where nothing comes
-
- private:
-  size_t expected_, used_ = 0;
-};
-
-}  // namespace
 
 size_t StateEntry::bytes() const {
   size_t bytes = dtype_size(dtype);
@@ -33,9 +14,13 @@ size_t StateEntry::bytes() const {
 }
 
 std::vector<std::byte> StateEntry::read() const {
-  VectorSink sink(bytes());
+  std::vector<std::byte> whole;
+  EachPiece sink([&](std::span<const std::byte> piece) {
+    whole.reserve(bytes());
+    whole.insert(whole.end(), piece.begin(), piece.end());
+  });
   read_to(sink);
-  return std::move(sink.whole);
+  return whole;
 }
 
 void StateEntry::write(std::span<const std::byte> whole) const {

@@ -77,8 +77,7 @@ void load_weights(const std::filesystem::path& path, const std::vector<StateEntr
       throw InputError(fmt::format("{}: {} is [{}], the model needs [{}]", path.string(), name,
                                    fmt::join(found->second.shape, ", "), fmt::join(entry.shape, ", ")));
     }
-    size_t count = 1;
-    for (const int64_t extent : entry.shape) count *= static_cast<size_t>(extent);
+    const size_t count = entry.bytes() / dtype_size(entry.dtype);
     entry.write(as_f32(found->second, count, path.string() + ": " + name));
     tensors.erase(found);
   }
@@ -92,12 +91,10 @@ void save_tensors(const std::filesystem::path& path, const std::vector<StateEntr
   uint64_t offset = 0;
   for (const StateEntry& entry : entries) {
     require(entry.dtype == DType::f32, "internal: ", entry.name, " is not FP32");
-    uint64_t bytes = sizeof(float);
-    for (const int64_t extent : entry.shape) bytes *= static_cast<uint64_t>(extent);
     const bool parameter = entry.name.starts_with(kParameterPrefix);
     header[parameter ? entry.name.substr(kParameterPrefix.size()) : entry.name] = {
-        {"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + bytes}}};
-    offset += bytes;
+        {"dtype", "F32"}, {"shape", entry.shape}, {"data_offsets", {offset, offset + entry.bytes()}}};
+    offset += entry.bytes();
   }
   std::string text = header.dump();
   text.append((8 - text.size() % 8) % 8, ' ');
@@ -105,10 +102,8 @@ void save_tensors(const std::filesystem::path& path, const std::vector<StateEntr
   const uint64_t size = text.size();
   file.write(&size, sizeof size);
   file.write(text.data(), text.size());
-  for (const StateEntry& entry : entries) {
-    const std::vector<std::byte> bytes = entry.read();
-    file.write(bytes.data(), bytes.size());
-  }
+  EachPiece sink([&](std::span<const std::byte> piece) { file.write(piece.data(), piece.size()); });
+  for (const StateEntry& entry : entries) entry.read_to(sink);
   file.commit();
 }
 

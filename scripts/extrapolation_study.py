@@ -52,7 +52,7 @@ TINY = {
     "average": [{"parameters": "all", "apply": "readout"}],
     "control": [{"optim.matrix.lr": 0.03}],
 }
-TUNE_SEED = 1001  # the first of the tuning seeds; those of the comparison start at 1
+TUNE_SEED = 1001  # the first of the tuning seeds; those of the comparison are smaller
 
 
 @dataclasses.dataclass
@@ -170,7 +170,7 @@ class Study:
         self.args, self.plan, self.grid, self.seconds = args, plan, grid, seconds
         self.queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say)
         self.tune_seeds = [TUNE_SEED + i for i in range(args.tune_seeds)]
-        self.seeds = [1 + i for i in range(args.seeds)]
+        self.seeds = [args.first_seed + i for i in range(args.seeds)]
         self.rows, self.chosen, self.faults = [], {}, []
 
     def checkpoint(self, seed):
@@ -375,6 +375,8 @@ def parse_arguments(arguments):
     parser.add_argument("--val", metavar="PATTERN")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--seeds", type=int, help="of the comparison (default: 8)")
+    parser.add_argument("--first-seed", type=int, default=1,
+                        help="of the comparison: parts of a study on other GPUs; their folders' runs can be put together")  # fmt: skip
     parser.add_argument("--tune-seeds", type=int, help="0: each method's first setting is taken (default: small 2, main 1)")
     parser.add_argument("--methods", help="those of the grid to take, with commas (default: all)")
     parser.add_argument("--grid", type=pathlib.Path, help='JSON: {"method": [{"every": 5, …}, …], …} instead of the built-in grid')
@@ -397,8 +399,8 @@ def parse_arguments(arguments):
     args.binary = pathlib.Path(args.binary).absolute()
     if bool(args.train) != bool(args.val):
         parser.error("--train and --val: give both or neither")
-    if min(args.seeds, args.jobs) < 1 or args.tune_seeds < 0 or args.seeds >= TUNE_SEED:
-        parser.error(f"--seeds: 1 to {TUNE_SEED - 1}; --jobs: 1 or more; --tune-seeds: 0 or more")
+    if min(args.seeds, args.first_seed, args.jobs) < 1 or args.tune_seeds < 0 or args.first_seed + args.seeds > TUNE_SEED:
+        parser.error(f"--seeds, from --first-seed: 1 to {TUNE_SEED - 1}; --jobs: 1 or more; --tune-seeds: 0 or more")
     return args
 
 

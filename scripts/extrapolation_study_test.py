@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import unittest
@@ -223,6 +224,21 @@ class StudyTest(StudyFolder):
         new = sorted(self.starts()[len(before) :])
         self.assertEqual(new, ["seed2_baseline", "seed2_rre_suffix_every5", "seed4_average_applyreadout", "seed4_baseline",
                                "seed4_rre_every5_damping1", "seed4_rre_suffix_every5"])  # fmt: skip
+
+    def test_parts_with_other_seeds_can_be_put_together(self):
+        self.study("--seeds", "1")
+        whole, self.out = self.out, self.folder / "part"
+        self.study("--seeds", "2", "--first-seed", "2", "--tune-seeds", "0", "--methods", "average")
+        self.assertEqual(sorted(self.starts()), ["seed2_average_applyreadout", "seed2_baseline", "seed3_average_applyreadout",
+                                                 "seed3_baseline"])  # fmt: skip
+        for run in self.out.glob("runs/seed*/result.json"):
+            shutil.copytree(run.parent, whole / "runs" / run.parent.name)
+        self.out = whole
+        before = self.starts()
+        code, text = self.study("--methods", "average")
+        self.assertEqual((code, self.starts()), (0, before))
+        self.assertRegex(text, r"\| average \| apply=readout \| 3 \|")
+        self.assertEqual(self.study("--seeds", "2", "--first-seed", "1000")[0], 2)  # 1001 is a tuning seed
 
     def test_checkpoints_can_be_kept(self):
         self.study("--keep-checkpoints")

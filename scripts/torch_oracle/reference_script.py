@@ -16,8 +16,9 @@ The script and its kernels are copied into a working folder with the few changes
   - a shard is left where it cannot fill all 8 rows of a step, as the script does on 8 GPUs and speedrun on any number; --own-rows: as it
     does on one GPU, where it goes on row by row.
 Places are found in the syntax tree, each exactly once: another record is refused. It compiles for some eight minutes before the first step.
+--runs N makes N runs from new random weights after one compilation, for the spread, --steps M only the first M steps of each.
 Lines of --out: {"step", "loss", "train_ms"} for each step (loss: nats per token, all terms, before the update; train_ms: its clock after
-it), {"step", "val_loss", "train_ms"}.
+it), {"step", "val_loss", "train_ms"}; with several runs "run" as well, from 1.
 """
 
 import argparse
@@ -118,7 +119,11 @@ def changed_script(path, args):
         return isinstance(node, ast.For) and getattr(node.target, "id", None) == "step" and node is not warm_up and "range" in source.code(node.iter)
 
     loop = source.find("the training loop", ast.Module([n for n in tree.body if isinstance(n, ast.For)], []), trains)
-    source.before(loop, "import reference_hooks", "kept = reference_hooks.Losses()")
+    loaders = [node for node in tree.body if assigns("train_loader")(node)]
+    begin = source.find("the loader before the training loop", ast.Module(loaders[-1:], []), assigns("train_loader"))
+    source.before(begin, "import reference_hooks", "kept = reference_hooks.Losses(model, training_manager)")
+    source.before(loop.body[0], "if kept.stops(step): break")
+    source.after(loop, "reference_hooks.more_runs(globals())")
     asks = source.find("whether to validate", loop, lambda node: isinstance(node, ast.If) and "val_loss_every" in source.code(node.test)).test
     source.replace(asks, f"({source.code(asks)}) and step > 0")
     source.after(source.find("the backward pass", loop, calls("backward")), "kept.add(loss)")
@@ -179,14 +184,19 @@ def main():
     parser.add_argument("--repeat", type=int, default=1, help="times that the train shards are read in order (default 1)")
     parser.add_argument("--documents", type=int, default=192, help="places for documents in a row of 49,152 tokens (default 192)")
     parser.add_argument("--val-every", type=int, default=250, help="steps between validations, 0: only the last (default 250)")
+    parser.add_argument("--steps", type=int, default=0, help="steps of a run, 0: all (default 0)")
+    parser.add_argument("--runs", type=int, default=1, help="runs, each from new random weights (default 1)")
+    parser.add_argument("--weights-out", help="file for the weights that the first run starts from, as train.init_weights takes them")
     parser.add_argument("--own-rows", action="store_true", help="shards are left as the script does it on one GPU")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder, args)
         one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
         paths = [ORACLE, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        files = {"REFERENCE_VOCAB": os.path.abspath(args.vocab), "REFERENCE_LOSSES": os.path.abspath(args.out)}
-        environment = {**os.environ, **one, **files, "DATA_PATH": folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        told = {"REFERENCE_VOCAB": os.path.abspath(args.vocab), "REFERENCE_LOSSES": os.path.abspath(args.out)}
+        told |= {"REFERENCE_RUNS": str(args.runs), "REFERENCE_STEPS": str(args.steps)}
+        told |= {"REFERENCE_WEIGHTS": os.path.abspath(args.weights_out)} if args.weights_out else {}
+        environment = {**os.environ, **one, **told, "DATA_PATH": folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment.pop("DISABLE_FP8", None)
         sys.exit(subprocess.run([sys.executable, "-u", "train_gpt.py"], cwd=folder, env=environment, check=False).returncode)
 

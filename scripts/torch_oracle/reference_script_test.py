@@ -29,7 +29,9 @@ for step in warmup_steps:
         validate()
     model.train()
     work()
+train_loader = rows_of(shards)
 for step in range(train_steps + 1):
+    last_step = step == train_steps
     if last_step or step % args.val_loss_every == 0:
         dist.reduce(val_loss, 0)
     for row in rows:
@@ -43,6 +45,71 @@ def backward(x):
     made = new(x)
     return torch._scaled_mm(x, x, scale_a=made, scale_b=made)
 """
+
+
+# A whole script in small: the loss is the weight, which each step raises by the optimizer's state (1 at first) and the row (0, 10, …).
+RUNS = """
+model: object = Model()
+model = Compiled(model)
+training_manager = Manager(model)
+warm_ups = 0
+for step in [0]:
+    warm_ups += 1
+kept = Losses(training_manager)
+train_loader = iter(range(10, 100, 10))
+for step in range(5):
+    if kept.stops(step): break
+    kept.add(model.loss())
+    kept.step(step, 1, 1, 0, False)
+    training_manager.step(next(train_loader))
+more_runs(globals())
+"""
+
+
+class Number(float):
+    detach = item = lambda self: Number(self)
+    __add__ = __radd__ = lambda self, other: Number(float(self) + float(other))
+    __mul__ = lambda self, other: Number(float(self) * other)
+
+
+class Model:
+    def __init__(self, weight):
+        if isinstance(weight, Model):
+            self._orig_mod = weight
+        self.weight, self.calls = weight, []
+
+    def state_dict(self):
+        return self.weight
+
+    def load_state_dict(self, weight):
+        self.weight = weight
+
+    def loss(self):
+        return Number(self._orig_mod.weight)
+
+    def zero_grad(self, set_to_none):
+        self.calls.append("zero_grad")
+
+    def quantize_mlp_fp8(self, bootstrap_down):
+        self.calls.append("quantize")
+
+    def train(self):
+        self.calls.append("train")
+
+
+class Manager:
+    def __init__(self, model):
+        self.model, self.state = model, [1]
+
+    def get_state(self):
+        return list(self.state)
+
+    def reset(self, state):
+        self.state = state
+
+    def step(self, row):
+        self.model._orig_mod.weight += row + self.state[0]
+        self.state[0] += 1
 
 
 class Documents:
@@ -86,8 +153,9 @@ class ReferenceScriptTest(Folder):
         ast.parse(text)
         for part in ("{16384: 64, 49152: 192}", "val_loss_every: int = 123", "(last_step or step % args.val_loss_every == 0) and step > 0:",
                      "reference_hooks.whole_steps(Shard)\n", "_get_dummy_f32(device)\nmodel: object = torch.compile(model)",
-                     "kept = reference_hooks.Losses()\nfor step in range", "\n        kept.validation(step, val_loss, training_time_ms)\n",
-                     "\n        loss.backward()\n        kept.add(loss)\n        del loss\n", "= now()\n    kept.step(step, "):  # fmt: skip
+                     "    work()\nimport reference_hooks\nkept = reference_hooks.Losses(model, training_manager)\ntrain_loader = rows_of(shards)\n",
+                     "+ 1):\n    if kept.stops(step): break\n    last_step = ", "= now()\n    kept.step(step, ", "\n        kept.validation(step, val_loss, training_time_ms)\n",
+                     "\n        loss.backward()\n        kept.add(loss)\n        del loss\n", "\nreference_hooks.more_runs(globals())"):  # fmt: skip
             self.assertIn(part, text)
         for part in ("model.eval()", "model.train()", "validate()"):
             self.assertNotIn(part, text)
@@ -138,6 +206,25 @@ class ReferenceScriptTest(Folder):
         self.assertEqual(starts[Documents], list(range(0, 100, 4)))
         self.assertEqual(starts[Whole], starts[Documents][:24])  # three steps of eight rows
 
+    def losses(self, runs, steps, manager=None):
+        told = {"REFERENCE_LOSSES": str(self.folder / "losses.jsonl"), "REFERENCE_RUNS": str(runs), "REFERENCE_STEPS": str(steps)}
+        with unittest.mock.patch.dict(os.environ, told):
+            return reference_hooks.Losses(None, manager or unittest.mock.Mock())
+
+    def test_more_runs_from_new_weights(self):
+        script = self.folder / "train_gpt.py"
+        script.write_text(RUNS, encoding="utf-8")
+        drawn = iter(range(100, 1000, 100))
+        names = {"__file__": str(script), "Model": lambda: Model(next(drawn)), "Compiled": Model, "Manager": Manager,
+                 "Losses": lambda manager: self.losses(3, 2, manager), "more_runs": reference_hooks.more_runs}  # fmt: skip
+        exec(compile(RUNS, str(script), "exec"), names)
+        names["kept"].file.close()
+        lines = [json.loads(line) for line in (self.folder / "losses.jsonl").read_text(encoding="utf-8").splitlines()]
+        # Every run starts from its own weights, with a fresh optimizer and loader; nothing of the warm-up is done again.
+        self.assertEqual([(line["run"], line["step"], line["loss"]) for line in lines],
+                         [(1, 0, 100), (1, 1, 111), (2, 0, 200), (2, 1, 211), (3, 0, 300), (3, 1, 311)])  # fmt: skip
+        self.assertEqual((names["warm_ups"], names["model"].calls), (1, ["zero_grad", "quantize", "train"] * 2))
+
     def test_losses_of_every_step(self):
         class Loss:
             def __init__(self, value):
@@ -153,8 +240,7 @@ class ReferenceScriptTest(Folder):
             def __add__(self, other):
                 return Sum(float(self) + other)
 
-        with unittest.mock.patch.dict(os.environ, REFERENCE_LOSSES=str(self.folder / "losses.jsonl")):
-            kept = reference_hooks.Losses()
+        kept = self.losses(runs=1, steps=0)
         for step in range(27):
             kept.sum = Sum(kept.sum)
             for _ in range(8):

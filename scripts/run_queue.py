@@ -73,7 +73,7 @@ def read_result(folder):
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return result if result.get("outcome") in ("finished", "stopped at target") else None
+    return result if result.get("outcome") in ("finished", "stopped at target", "stopped at step") else None
 
 
 def last_line_of(text):

@@ -64,7 +64,7 @@ class Report:
         for log in self.runs.glob(prefix + "_*.log"):
             match = re.fullmatch(re.escape(prefix) + r"_(\d+)\.log", log.name)
             result = read_json(self.runs / log.stem / "result.json") if match else None
-            if match and (result is None or result["outcome"] not in ("finished", "stopped at target")):
+            if match and (result is None or result["outcome"] not in ("finished", "stopped at target", "stopped at step")):
                 self.fault(f"{log.stem} did not finish: {log}")
         return dict(sorted(found.items()))
 

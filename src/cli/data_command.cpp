@@ -242,7 +242,7 @@ int rows_command(int argc, char** argv) {
   if (world < 1) throw InputError(fmt::format("--world {}: expected at least 1", world));
 
   const std::unique_ptr<Reader> reader = make_train_reader(config, train_reader_options(config));
-  const StepDescription description = describe_step(*reader, step_runs(config), step, world);
+  const StepDescription description = describe_step(*reader, step_runs(config, num_steps(config)), step, world);
   const auto cursor = [&](const ReaderState& state) {
     return fmt::format("epoch {} shard {} token {}", state.epoch, state.shard, state.position);
   };

@@ -134,6 +134,7 @@ struct Config {
     uint64_t seed = 1337;
     double target_loss = 3.28;  // validation loss, nats per token
     bool stop_at_target = false;
+    int stop_step = 0;  // updates after which a run ends, however long its schedule; 0: at the schedule's end
     DeviceChoice device = DeviceChoice::automatic;
     int device_ordinal = 0;
     int threads = 0;                  // CPU threads; 0: all

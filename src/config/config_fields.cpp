@@ -204,6 +204,8 @@ void add_train(Table& f, Config::Train& c) {
   f.add("train.seed", c.seed, kNotNegative, "seed of everything random");
   f.add("train.target_loss", c.target_loss, kPositive, "validation loss to reach, nats per token");
   f.add("train.stop_at_target", c.stop_at_target, "stop at the first validation at or below the target");
+  f.add("train.stop_step", c.stop_step, Range{0, kMaxCount},
+        "end after so many steps, with validation and checkpoint, and nothing else of the schedule changed; 0: with the schedule");
   f.add("train.device", c.device, "auto: CUDA if there is a GPU");
   f.add("train.device_ordinal", c.device_ordinal, Range{0, 1023}, "which GPU");
   f.add("train.threads", c.threads, Range{0, 1024}, "CPU threads; 0: all");

@@ -218,10 +218,15 @@ StepValues schedule_at(const Config& config, int step) {
   return values;
 }
 
+int end_step(const Config& config) {
+  const int steps = num_steps(config), stop = config.train.stop_step;
+  return stop > 0 ? std::min(stop, steps) : steps;
+}
+
 bool eval_due(const Config& config, int completed) {
   const Config::Eval& eval = config.eval;
   const int steps = num_steps(config);
-  if (completed == steps) return true;
+  if (completed == steps || completed == end_step(config)) return true;
   if (completed == 0) return eval.at_start;
   if (completed < 0 || completed > steps) return false;
   if (eval.every > 0 && completed % eval.every == 0) return true;
@@ -232,7 +237,7 @@ bool eval_due(const Config& config, int completed) {
 bool checkpoint_due(const Config& config, int completed) {
   const Config::Checkpoint& checkpoint = config.checkpoint;
   const int steps = num_steps(config);
-  if (completed == steps && checkpoint.at_end) return true;
+  if (completed == end_step(config) && checkpoint.at_end) return true;
   return checkpoint.every > 0 && completed > 0 && completed <= steps && completed % checkpoint.every == 0;
 }
 

@@ -97,11 +97,14 @@ struct StepValues {
 };
 StepValues schedule_at(const Config& config, int step);
 
+// Steps after which a run ends: the schedule's, or train.stop_step where that is fewer.
+int end_step(const Config& config);
+
 // Validate after `completed` steps? Multiples of eval.every; multiples of eval.dense_every from eval.dense_from of the steps on; 0
-// if eval.at_start; the end always.
+// if eval.at_start; the schedule's end and the run's always.
 bool eval_due(const Config& config, int completed);
 
-// Save after `completed` steps? Multiples of checkpoint.every, the end if checkpoint.at_end.
+// Save after `completed` steps? Multiples of checkpoint.every, the run's end if checkpoint.at_end.
 bool checkpoint_due(const Config& config, int completed);
 
 // One line a step, its number first; the header line starts with '#' and names the columns: the rates of the groups that the

@@ -465,6 +465,20 @@ TEST(CheckpointDue, EveryAndEnd) {
   EXPECT_EQ(due_steps(config, checkpoint_due), (std::vector<int>{}));
 }
 
+TEST(EndStep, ARunMayEndBeforeItsSchedule) {
+  Config config;
+  config.schedule.steps = 7;
+  config.eval = {.every = 3, .at_start = false};
+  config.checkpoint = {.every = 0, .at_end = true};
+  EXPECT_EQ(end_step(config), 7);
+  config.train.stop_step = 5;
+  EXPECT_EQ(end_step(config), 5);
+  EXPECT_EQ(due_steps(config, eval_due), (std::vector<int>{3, 5, 6, 7}));
+  EXPECT_EQ(due_steps(config, checkpoint_due), (std::vector<int>{5}));
+  config.train.stop_step = 8;
+  EXPECT_EQ(end_step(config), 7);
+}
+
 TEST(PrintSchedule, OneLineAStepItsNumberFirst) {
   Config config = track();
   config.schedule.scale = 0.004;

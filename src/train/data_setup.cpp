@@ -53,9 +53,11 @@ StepShape step_shape(const Config& config, int step) {
   return shape_of(stages_of(config)[static_cast<size_t>(schedule_at(config, step).stage)]);
 }
 
-std::vector<StepRun> step_runs(const Config& config) {
+std::vector<StepRun> step_runs(const Config& config, int steps) {
   std::vector<StepRun> runs;
-  for (const StageValues& stage : stages_of(config)) runs.push_back({shape_of(stage), stage.end - stage.begin});
+  for (const StageValues& stage : stages_of(config)) {
+    if (stage.begin < steps) runs.push_back({shape_of(stage), std::min(stage.end, steps) - stage.begin});
+  }
   return runs;
 }
 

@@ -16,6 +16,6 @@ ValidationReader make_validation_reader(const Config& config);
 int64_t row_tokens(const Config& config);       // length of the longest training row
 int64_t eval_row_tokens(const Config& config);  // length of a validation row: eval.row_tokens, or that of the first step's rows
 StepShape step_shape(const Config& config, int step);
-std::vector<StepRun> step_runs(const Config& config);  // the whole schedule, stage by stage
+std::vector<StepRun> step_runs(const Config& config, int steps);  // the first steps of the schedule, stage by stage
 
 }  // namespace speedrun

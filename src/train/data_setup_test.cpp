@@ -32,7 +32,7 @@ TEST(StepShape, ChangesAtTheFirstStepOfAStage) {
   EXPECT_EQ(row_tokens(config), 49152);
   EXPECT_EQ(eval_row_tokens(config), 262144);
   int64_t steps = 0, tokens = 0;
-  for (const StepRun& run : step_runs(config)) {
+  for (const StepRun& run : step_runs(config, num_steps(config))) {
     steps += run.count;
     tokens += run.count * run.shape.batch_tokens;
   }
@@ -81,8 +81,8 @@ TEST(MainTrackConfig, ScheduleOfTheRecord) {
 
 TEST(StepShape, OneRunWithoutStages) {
   const Config rows = load_config(kConfigs + "optimization_track.json");
-  ASSERT_EQ(step_runs(rows).size(), 1u);
-  EXPECT_EQ(step_runs(rows)[0].count, 3250);
+  ASSERT_EQ(step_runs(rows, num_steps(rows)).size(), 1u);
+  EXPECT_EQ(step_runs(rows, num_steps(rows))[0].count, 3250);
   EXPECT_EQ(step_shape(rows, 3249).row_tokens, 1024);
   EXPECT_EQ(row_tokens(rows), 1024);
   EXPECT_EQ(eval_row_tokens(rows), 1024);
@@ -96,7 +96,7 @@ TEST(StepShape, OneRunWithoutStages) {
 TEST(Stages, ResumeAroundTheBorders) {
   const Config config = load_config(kConfigs + "main_track_tiny.json");
   const ReaderOptions options = train_reader_options(config);
-  EXPECT_TRUE(check_sufficient(ReaderRule::documents, options, step_runs(config)).sufficient);
+  EXPECT_TRUE(check_sufficient(ReaderRule::documents, options, step_runs(config, num_steps(config))).sufficient);
   const auto reader = make_train_reader(config, options);
   std::vector<StepRows> steps;
   std::vector<ReaderState> states;

@@ -28,7 +28,7 @@ struct RunRecord {
   double flops = 0;  // of the model, training alone
   int64_t parameters = 0;
   double first_step_s = 0;      // from the start of the process's work to the end of the first step
-  std::string outcome;          // "finished", "stopped at target", "SIGINT", …
+  std::string outcome;          // "finished", "stopped at target", "stopped at step", "SIGINT", …
   std::string from_checkpoint;  // that the run branched from, after from_step steps; empty: it did not
   int from_step = 0;
 };

@@ -54,6 +54,7 @@ RunReport::RunReport(const Config& config, Log& log, double peak_flops, int comp
       log_(log),
       peak_flops_(peak_flops),
       steps_(num_steps(config)),
+      end_(end_step(config)),
       tokens_(tokens_between(config, 0, completed)) {}
 
 void RunReport::open_metrics(const std::filesystem::path& file) { metrics_.emplace(file); }
@@ -91,9 +92,9 @@ void RunReport::step(const StepResult& result, double flops, const PhaseClock& p
     write(std::move(line));
   }
   const double wall = phases.total();
-  if (progress_at_ >= 0 && wall - progress_at_ < log_.progress_interval_s() && completed != steps_) return;
+  if (progress_at_ >= 0 && wall - progress_at_ < log_.progress_interval_s() && completed != end_) return;
   progress_at_ = wall;
-  const double left = static_cast<double>(tokens_between(config_, completed, steps_)) / std::max(tokens_per_s_, 1.0);
+  const double left = static_cast<double>(tokens_between(config_, completed, end_)) / std::max(tokens_per_s_, 1.0);
   log_.progress(fmt::format("step {}/{}  loss {:.4f}  {}{}  clock {}  left {}", completed, steps_, result.loss, rate(tokens_per_s_),
                             mfu > 0 ? fmt::format("  MFU {:.1f}%", mfu * 100) : std::string(), duration_text(clock),
                             duration_text(left)));

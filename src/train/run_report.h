@@ -51,7 +51,7 @@ class RunReport {
   const Config& config_;
   Log& log_;
   double peak_flops_;
-  int steps_;
+  int steps_, end_;  // of the schedule; of the run
   std::optional<MetricsFile> metrics_;
   int64_t tokens_ = 0;
   double flops_ = 0;

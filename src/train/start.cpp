@@ -81,6 +81,10 @@ std::optional<StartPoint> find_start(const TrainOptions& options, const ShardLis
     throw InputError(
         fmt::format("{}: has {} steps done, the schedule has {}: raise schedule.steps to go on", file, start.meta.step, steps));
   }
+  if (start.meta.step > end_step(options.config)) {
+    throw InputError(fmt::format("{}: has {} steps done, more than train.stop_step = {}: raise that, or set it to 0", file,
+                                 start.meta.step, options.config.train.stop_step));
+  }
   return start;
 }
 

@@ -82,9 +82,9 @@ class Trainer {
   std::optional<RunReport> report_;
   RunRecord record_;
   StepRows rows_;
-  int first_step_ = 0, completed_ = 0, steps_ = 0;
-  int last_step_ = -1;                       // several ranks: the step after which all stop; -1: nobody wants to
-  std::filesystem::path newest_checkpoint_;  // that the run could go on from; empty: none
+  int first_step_ = 0, completed_ = 0, steps_ = 0, end_ = 0;  // end_: of this run, steps_: of the schedule
+  int last_step_ = -1;                                        // several ranks: the step after which all stop; -1: nobody wants to
+  std::filesystem::path newest_checkpoint_;                   // that the run could go on from; empty: none
   int64_t checkpoints_ = 0;
   std::vector<StageValues> stages_;
   std::vector<double> flops_per_token_;  // by stage
@@ -109,7 +109,7 @@ void Trainer::open_data() {
                         train_shards_.hash));
   for (const ShardInfo& shard : train_shards_.shards) log_.line(fmt::format("  {}  {} tokens", shard.path, shard.num_tokens));
   const Sufficiency sufficiency = check_sufficient(
-      config_.data.reader == ReaderKind::rows ? ReaderRule::rows : ReaderRule::documents, reader_options, step_runs(config_));
+      config_.data.reader == ReaderKind::rows ? ReaderRule::rows : ReaderRule::documents, reader_options, step_runs(config_, end_));
   if (!sufficiency.sufficient) throw InputError(sufficiency.message);
   log_.line(sufficiency.message);
   validation_ = make_validation_reader(config_);
@@ -284,7 +284,7 @@ void Trainer::loop() {
   enter(Phase::training);
   set_prefix_table();  // the clock runs: it is part of the training
   report_->training_begins(clock_.seconds(Phase::training));
-  for (int step = first_step_; step < steps_; ++step) {
+  for (int step = first_step_; step < end_; ++step) {
     fault(FaultPlace::step, step);
     if (has_several_ranks()) {
       if (const int signal = StopSignal::received(); signal != 0) control_.request_stop(signal);
@@ -328,10 +328,10 @@ int Trainer::finish() {
   record_.flops = report_->flops();
   if (!failure_.empty()) {
     record_.outcome = "non-finite: " + failure_;
-  } else if (signal != 0 && completed_ < steps_) {
+  } else if (signal != 0 && completed_ < end_) {
     record_.outcome = signal == 2 ? "SIGINT" : "SIGTERM";
   } else {
-    record_.outcome = completed_ < steps_ ? "stopped at target" : "finished";
+    record_.outcome = completed_ < end_ ? "stopped at target" : completed_ < steps_ ? "stopped at step" : "finished";
   }
   if (is_root()) folder_->write_result(result_json(config_, record_, clock_, *device_, train_shards_, val_shards_));
   report_->end(record_, clock_);
@@ -350,7 +350,7 @@ int Trainer::finish() {
     log_.line(fmt::format("target {} not reached", config_.train.target_loss));
   }
   if (folder_) log_.line("run " + folder_->path().string());
-  return signal != 0 && completed_ < steps_ ? 128 + signal : 0;
+  return signal != 0 && completed_ < end_ ? 128 + signal : 0;
 }
 
 void Trainer::write_gradients() {
@@ -370,6 +370,7 @@ void Trainer::announce() {
 
 int Trainer::run() {
   steps_ = num_steps(config_);
+  end_ = end_step(config_);
   stages_ = stages_of(config_);
   flops_per_token_.assign(stages_.size(), 0);
   StopSignal signals;

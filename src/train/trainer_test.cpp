@@ -382,6 +382,26 @@ TEST(Trainer, ASignalSavesAndAResumeGoesOn) {
   EXPECT_EQ(train_losses(run).size(), 38u);
 }
 
+TEST(Trainer, ARunThatEndsEarlyIsTheBeginningOfTheWholeOne) {
+  TestFolder folder;
+  const auto config = write_test_config(folder.path(), {{"schedule", {{"lr", {{"shape", "linear"}, {"cooldown_steps", 15}}}}}});
+  ASSERT_EQ(train_config(config), 0);
+  const auto whole = folder.path() / "runs" / "r", run = folder.path() / "runs" / "early";
+  ASSERT_EQ(train_config(config, {"run.name=early", "train.stop_step=9"}), 0);
+  const std::vector<double> losses = train_losses(whole);
+  EXPECT_EQ(train_losses(run), std::vector<double>(losses.begin(), losses.begin() + 9));
+  const auto result = read_json_file((run / "result.json").string());
+  EXPECT_EQ(result["outcome"], "stopped at step");
+  EXPECT_EQ(result["steps"], 9);
+  EXPECT_TRUE(result["val_loss"].is_number());
+  const std::string message = refusal_of([&] { resume_run(run, {"train.stop_step=8"}); });
+  for (const char* part : {"step_000009.ckpt", "9 steps", "train.stop_step = 8"})
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+  ASSERT_EQ(resume_run(run, {"train.stop_step=0"}), 0);
+  EXPECT_EQ(train_losses(run), losses);
+  EXPECT_EQ(checkpoint_state(checkpoint_path(run, 20)), checkpoint_state(checkpoint_path(whole, 20)));
+}
+
 TEST(Trainer, RowsOfDocumentsTrainAndResumeExactly) {
   TestFolder folder;
   nlohmann::json patch = optimization_track_patch();
@@ -404,6 +424,7 @@ TEST(Trainer, TooLittleDataIsRefusedBeforeTheFirstStep) {
   const auto config = write_test_config(folder.path());
   const std::string message = refusal_of([&] { train_config(config, {"schedule.steps=1000"}); });
   EXPECT_NE(message.find("data.repeat"), std::string::npos) << message;
+  EXPECT_EQ(train_config(config, {"schedule.steps=1000", "train.stop_step=2"}), 0) << "data for what is trained suffice";
 }
 
 TEST(Trainer, ARefusedStartLeavesNoFolder) {

@@ -218,14 +218,10 @@ class CheckpointFile {
     }
   }
 
-  void verify(const std::vector<const Section*>& sections) const {
-    read(sections, [](size_t, uint64_t, std::span<const std::byte>) {});
-  }
-
   void verify() const {
     std::vector<const Section*> all;
     for (const Section& section : header_.sections) all.push_back(&section);
-    verify(all);
+    read(all, [](size_t, uint64_t, std::span<const std::byte>) {});
   }
 
  private:
@@ -317,7 +313,7 @@ CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vec
   }
   std::vector<const StateEntry*> entries;
   std::vector<const Section*> sections;  // by entry
-  // Everything is checked before anything is changed.
+  // Names, types and shapes are checked before anything is changed.
   for (const StateEntry& entry : state) {
     if (!takes_part(entry.name)) continue;
     const auto found = by_name.find(entry.name);
@@ -337,12 +333,6 @@ CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vec
     throw InputError(fmt::format("{}: holds {}, which this run does not have: the checkpoint is of another model or optimizer",
                                  path.string(), by_name.begin()->first));
   }
-  if (parameters_only) {
-    file.verify(sections);
-  } else {
-    file.verify();
-  }
-  // The second reading comes from the page cache where memory suffices.
   file.read(sections, [&](size_t i, uint64_t begin, std::span<const std::byte> piece) { entries[i]->write_piece(begin, piece); });
   return file.header().meta;
 }

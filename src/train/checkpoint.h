@@ -39,9 +39,10 @@ void write_checkpoint(const std::filesystem::path& path, const CheckpointMeta& m
 // Reads and verifies the header; throws InputError naming the file and what is wrong.
 CheckpointMeta read_checkpoint_meta(const std::filesystem::path& path);
 
-// Verifies every section (if `parameters_only` those it loads), then hands each to the entry of its name. Entries that the file
-// lacks, or of another type or shape, are an InputError; sections that `state` has no entry for are skipped if `parameters_only`,
-// else an InputError. Names that begin with `left_out` (nothing: none) are neither required nor loaded.
+// Hands each section to the entry of its name and verifies its checksum on the way. Entries that the file lacks, or of another type
+// or shape, are an InputError, before anything is changed; so are sections that `state` has no entry for, which `parameters_only`
+// skips instead. A wrong checksum is an InputError too: what came before it has been loaded by then. Names that begin with
+// `left_out` (nothing: none) are neither required nor loaded.
 CheckpointMeta load_checkpoint(const std::filesystem::path& path, const std::vector<StateEntry>& state, bool parameters_only,
                                std::string_view left_out = {});
 

@@ -4,10 +4,9 @@ import csv
 import json
 import statistics
 
-from markdown_tables import number, p_text, table
+from markdown_tables import ALPHA, interval_text, number, p_text, table, verdict
 from t_tests import holm, paired
 
-ALPHA = 0.01  # of a verdict, after Holm's correction
 COLUMNS = ("phase", "seed", "method", "setting", "val_loss", "val_loss_raw", "baseline_val_loss", "difference", "tail_s", "run")
 
 
@@ -29,17 +28,6 @@ def best_setting(rows, settings, seeds):
         if found and found["paired"].n == seeds:
             means[setting] = found["paired"].mean
     return min(means, key=means.get) if means else None
-
-
-def verdict(result, adjusted):
-    """In words; adjusted: p after Holm's correction. Differences below zero are gains."""
-    if adjusted is None:
-        return "undecided: too few seeds"
-    if adjusted < ALPHA:
-        return "**helps**" if result.mean < 0 else "**hurts**"
-    if result.low >= 0:
-        return "does not help" if result.mean > 0 else "no difference"
-    return f"undecided; no gain beyond {-result.low:.5f} (95%)"
 
 
 def slope(baselines, tail):
@@ -83,9 +71,8 @@ class Report:
                  number(statistics.fmean(tails) if tails else None, ".2f")]]  # fmt: skip
         for method, result in found.items():
             pair = result["paired"]
-            interval = "–" if pair.low is None else f"{pair.low:+.5f} to {pair.high:+.5f}"
             steps = None if not per_step else -pair.mean / per_step
-            rows.append([method, self.study["chosen"][method], str(pair.n), f"{result['mean_loss']:.5f}", f"{pair.mean:+.5f}", interval,
+            rows.append([method, self.study["chosen"][method], str(pair.n), f"{result['mean_loss']:.5f}", f"{pair.mean:+.5f}", interval_text(pair),
                          p_text(pair.p), p_text(adjusted[method]), verdict(pair, adjusted[method]), number(steps, "+.1f"),
                          number(result["tail_s"], ".2f")])  # fmt: skip
         head = ["arm", "setting", "n", "mean loss", "difference", "95% interval", "p", "p (Holm)", "verdict", "steps saved", "tail s"]
@@ -122,8 +109,7 @@ class Report:
             if method != "average" and differences:
                 pairs.append((method, paired(differences)))
         for (method, pair), adjusted in zip(pairs, holm([pair.p for _, pair in pairs])):
-            interval = "–" if pair.low is None else f"{pair.low:+.5f} to {pair.high:+.5f}"
-            rows.append([method, str(pair.n), f"{pair.mean:+.5f}", interval, p_text(pair.p), p_text(adjusted)])
+            rows.append([method, str(pair.n), f"{pair.mean:+.5f}", interval_text(pair), p_text(pair.p), p_text(adjusted)])
         if rows:
             self.text.append("**Against the control** (`average`, the plain mean of the last weights)\n\n" +
                              table(["arm", "n", "difference", "95% interval", "p", "p (Holm)"], rows))  # fmt: skip

@@ -18,7 +18,7 @@ import sys
 
 from markdown_tables import ALPHA, interval_text, number, p_text, table, verdict
 from run_metrics import read_steps
-from run_queue import Queue, Refused, Run, keep_plan, resolved_config, sets
+from run_queue import Queue, Refused, Run, device_list, keep_plan, resolved_config, sets
 from t_tests import holm, paired
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ class Comparison:
             raise Refused("--jobs: runs that share a GPU choose micro-batches by the memory that they find, and then sum in another "
                           "order: give --set train.micro_batch_tokens=N")  # fmt: skip
         keep_plan(args.out, {"config": configs["baseline"], "gpus": args.gpus})
-        self.queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say)
+        self.queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say, args.devices)
 
     def run_of(self, seed, arm):
         gpus = ["--gpus", str(self.args.gpus)] if self.args.gpus > 1 else []
@@ -163,7 +163,8 @@ def parse_arguments(arguments):
     parser.add_argument("--seeds", type=int, default=8, help="1 to N (default: 8)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all runs, beside the config (repeatable)")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of each run (default: 1)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, on one GPU (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time on one GPU (default: 1)")
+    parser.add_argument("--devices", type=device_list, metavar="0,1,…", help="GPUs that make runs of their own (default: the first)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take (default: 1800)")
     parser.add_argument("--budget", type=float, default=0, help="seconds after which no run is started; exit code 3 (default: none)")
     parser.add_argument("--out", type=pathlib.Path, help="folder (default: runs/compare_CONFIG)")
@@ -171,6 +172,8 @@ def parse_arguments(arguments):
     args = parser.parse_args(arguments)
     if min(args.seeds, args.gpus, args.jobs) < 1:
         parser.error("--seeds, --gpus, --jobs: 1 or more")
+    if args.gpus > 1 and args.devices:
+        parser.error("--devices: each of them makes runs of its own; --gpus: all make one run. Give one of the two")
     if not all(text.split() and all("=" in word for word in text.split()) for text in args.arm):
         parser.error("--arm: expected KEY=VALUE, or several with blanks between them")
     args.out = (args.out or pathlib.Path("runs") / f"compare_{args.config.stem}").absolute()

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import unittest
+import unittest.mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import compare  # noqa: E402
@@ -20,7 +21,7 @@ BINARY = None
 HERE = pathlib.Path(__file__).resolve().parent
 
 # Stands in for `speedrun train`: `gain` lowers the loss, by a little less or more with each seed; the target is 4.05.
-STUB = r'''import json, os, pathlib, sys
+STUB = r'''import json, os, pathlib, sys, time
 words = sys.argv[1:]
 assert words[0] == "train"
 keys = dict(words[i + 1].split("=", 1) for i, word in enumerate(words) if word == "--set")
@@ -32,7 +33,10 @@ if "--print-config" in words:
     sys.exit()
 folder = pathlib.Path(keys["run.dir"]) / keys["run.name"]
 with open(folder.parent / "starts.txt", "a") as file:
-    file.write(" ".join([keys["run.name"], *(word for word in words if word == "--gpus")]) + "\n")
+    on = os.environ.get("CUDA_VISIBLE_DEVICES")
+    file.write(" ".join([keys["run.name"], *(word for word in words if word == "--gpus"), *([on] if on else [])]) + "\n")
+if on:
+    time.sleep(0.2)
 if os.environ.get("STUB_FAIL", "nothing") in keys["run.name"]:
     sys.exit("speedrun: no luck")
 folder.mkdir(parents=True)
@@ -49,6 +53,10 @@ lines = [{"step": step, "loss": 6 + seed - 2 * gain if step >= 18 else 9.0} for 
 class CompareTest(Folder):
     def setUp(self):
         super().setUp()
+        outside = unittest.mock.patch.dict(os.environ)
+        outside.start()
+        self.addCleanup(outside.stop)
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         self.stub, self.out = self.make_stub(STUB), self.folder / "out"
 
     def compare(self, *arguments):
@@ -99,10 +107,7 @@ class CompareTest(Folder):
 
     def test_a_failed_run_is_named_and_the_rest_goes_on(self):
         os.environ["STUB_FAIL"] = "seed2_gain"
-        try:
-            code, text = self.compare("--arm", "gain=0.02", "--seeds", "3")
-        finally:
-            del os.environ["STUB_FAIL"]
+        code, text = self.compare("--arm", "gain=0.02", "--seeds", "3")
         self.assertEqual(code, 1)
         self.assertRegex(text, r"\| gain=0\.02 \| 2 \|")
         self.assertIn("seed2_gain=0.02: exit code 1: speedrun: no luck", text)
@@ -122,6 +127,17 @@ class CompareTest(Folder):
             code, text = self.compare(*arguments)
             self.assertEqual(code, 2, text)
         self.assertFalse(self.out.exists())
+
+    def test_several_gpus_share_the_runs(self):
+        code, text = self.compare("--arm", "gain=0.02", "--seeds", "3", "--devices", "2,5")
+        self.assertEqual(code, 0, text)
+        told = dict(line.split() for line in self.starts())
+        self.assertEqual(len(told), 6)
+        self.assertGreaterEqual(min(list(told.values()).count(device) for device in ("2", "5")), 2)
+        for devices in ("", "1,1", "0,"):
+            code, text = self.compare("--arm", "gain=0.02", "--devices", devices)
+            self.assertEqual((code, "expected different GPUs" in text), (2, True))
+        self.assertEqual(self.compare("--arm", "gain=0.02", "--devices", "0,1", "--gpus", "2")[0], 2)
 
     def test_ranks(self):
         self.compare("--arm", "gain=0.02", "--seeds", "1", "--gpus", "2")

@@ -22,7 +22,7 @@ import sys
 import extrapolation_report
 from markdown_tables import table
 from run_metrics import read_lines, scaled, stages, validations
-from run_queue import Queue, Refused, Run, keep_plan, resolved_config, sets
+from run_queue import Queue, Refused, Run, device_list, keep_plan, resolved_config, sets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The public record's own numbers (modded-nanogpt's optimization track, result #34).
@@ -168,7 +168,7 @@ def tail_seconds(lines, branch, steps):
 class Study:
     def __init__(self, args, plan, grid, seconds):
         self.args, self.plan, self.grid, self.seconds = args, plan, grid, seconds
-        self.queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say)
+        self.queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say, args.devices)
         self.tune_seeds = [TUNE_SEED + i for i in range(args.tune_seeds)]
         self.seeds = [args.first_seed + i for i in range(args.seeds)]
         self.rows, self.chosen, self.faults = [], {}, []
@@ -342,7 +342,7 @@ def tune_baseline(args, plan):
     """Mean final loss of every combination of values, over the tuning seeds."""
     grid = [[f"{key}={value}" for value in values.split(",")] for key, values in (part.split("=", 1) for part in args.tune_baseline)]
     combinations, seeds = list(itertools.product(*grid)), [TUNE_SEED + i for i in range(max(args.tune_seeds, 1))]
-    queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say)
+    queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say, args.devices)
     ends = ["checkpoint.every=0", "checkpoint.at_end=false", "eval.every=0"]
     runs = {(combination, seed): Run("_".join([f"seed{seed}", *combination]), f"seed {seed} {' '.join(combination)}",
                                      plan.arguments + sets([*ends, f"train.seed={seed}", *combination]))
@@ -376,7 +376,7 @@ def parse_arguments(arguments):
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--seeds", type=int, help="of the comparison (default: 8)")
     parser.add_argument("--first-seed", type=int, default=1,
-                        help="of the comparison: parts of a study on other GPUs; their folders' runs can be put together")  # fmt: skip
+                        help="of the comparison: parts of a study on other machines; their folders' runs can be put together")  # fmt: skip
     parser.add_argument("--tune-seeds", type=int, help="0: each method's first setting is taken (default: small 2, main 1)")
     parser.add_argument("--methods", help="those of the grid to take, with commas (default: all)")
     parser.add_argument("--grid", type=pathlib.Path, help='JSON: {"method": [{"every": 5, …}, …], …} instead of the built-in grid')
@@ -384,7 +384,8 @@ def parse_arguments(arguments):
     parser.add_argument("--longer", type=float, default=0.0, metavar="F",
                         help="baselines of a schedule longer by F as well: measures what a step is worth")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="further keys, for every run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, on one GPU (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time on one GPU (default: 1)")
+    parser.add_argument("--devices", type=device_list, metavar="0,1,…", help="GPUs that make runs of their own (default: the first)")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take (default: 600)")
     parser.add_argument("--budget", type=float, default=0, help="seconds after which no run is started; exit code 3 (default: none)")
     parser.add_argument("--out", type=pathlib.Path, help="folder (default: runs/extrapolation_TRACK)")

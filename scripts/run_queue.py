@@ -1,7 +1,9 @@
 """Runs of `speedrun` that wait for each other, some at the same time: each has a folder, a log beside it, and is made only once."""
 
+import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -85,11 +87,21 @@ def last_line(log):
     return last_line_of(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "") or "it printed nothing"
 
 
-class Queue:
-    """Everything about the runs in one folder. `failures`: what went wrong, a line each."""
+def device_list(text):
+    """Of an argument: GPUs as CUDA_VISIBLE_DEVICES names them, "0,1" → ["0", "1"]."""
+    devices = [word.strip() for word in text.split(",")]
+    if not all(devices) or len(set(devices)) < len(devices):
+        raise argparse.ArgumentTypeError(f"'{text}': expected different GPUs with commas between them, 0,1 for example")
+    return devices
 
-    def __init__(self, binary, folder, jobs=1, limit=600.0, budget=0.0, say=print):
-        self.binary, self.folder, self.jobs, self.limit, self.say = binary, folder, jobs, limit, say
+
+class Queue:
+    """Everything about the runs in one folder. `failures`: what went wrong, a line each. With `devices`, `jobs` runs at a time on each of
+    these GPUs."""
+
+    def __init__(self, binary, folder, jobs=1, limit=600.0, budget=0.0, say=print, devices=None):
+        self.binary, self.folder, self.limit, self.say = binary, folder, limit, say
+        self.places = (devices or [None]) * jobs
         self.began = time.monotonic()
         self.deadline = self.began + budget if budget else None  # after it no run is started
         self.failures, self.seconds, self.left_out = [], {}, 0
@@ -113,7 +125,7 @@ class Queue:
     def work(self, runs, done=lambda run: None):
         """Makes what is wanted of `runs`, in their order as far as the checkpoints allow; done(run) after each that ended well."""
         waiting = self.wanted(runs)
-        total, ended, running, failed = len(waiting), 0, {}, set()
+        total, ended, running, failed, free = len(waiting), 0, {}, set(), list(self.places)
         try:
             while waiting or running:
                 for run in [run for run in waiting if run.after in failed]:
@@ -125,15 +137,16 @@ class Queue:
                     self.left_out += len(waiting)
                     self.say(f"no time left: {len(waiting)} runs are not started; the same command goes on with them")
                     total, waiting = total - len(waiting), []
-                busy = {run.name for _, run, _ in running.values()} | {run.name for run in waiting}
+                busy = {run.name for _, run, _, _ in running.values()} | {run.name for run in waiting}
                 for run in [run for run in waiting if run.after is None or run.after not in busy]:
-                    if len(running) >= self.jobs:
+                    if not free:
                         break
                     waiting.remove(run)
-                    process = self.start(run)
-                    running[process.pid] = (process, run, time.monotonic())
+                    place = free.pop(0)
+                    process = self.start(run, place)
+                    running[process.pid] = (process, run, time.monotonic(), place)
                 time.sleep(0.02)
-                for pid, (process, run, since) in list(running.items()):
+                for pid, (process, run, since, place) in list(running.items()):
                     code = process.poll()
                     seconds = time.monotonic() - since
                     if code is None and seconds > self.limit:
@@ -143,6 +156,7 @@ class Queue:
                     if code is None:
                         continue
                     del running[pid]
+                    free.append(place)
                     ended += 1
                     if self.ended_well(run, code):
                         self.seconds.setdefault(run.kind, []).append(seconds)
@@ -151,15 +165,16 @@ class Queue:
                     else:
                         failed.add(run.name)
         finally:
-            for process, _, _ in running.values():  # an exception or Ctrl-C: nothing is left behind
+            for process, _, _, _ in running.values():  # an exception or Ctrl-C: nothing is left behind
                 process.kill()
                 process.wait()
 
-    def start(self, run):
+    def start(self, run, device=None):
         shutil.rmtree(self.folder / run.name, ignore_errors=True)  # what an interrupted or older run left
         command = [str(self.binary), "train", *run.arguments, "--set", f"run.dir={self.folder}", "--set", f"run.name={run.name}"]
+        environment = os.environ if device is None else os.environ | {"CUDA_VISIBLE_DEVICES": device}
         with open(self.folder / f"{run.name}.log", "wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
 
     def ended_well(self, run, code):
         log = self.folder / f"{run.name}.log"
@@ -177,7 +192,8 @@ class Queue:
     def tell(self, run, seconds, count, waiting, running):
         known = [seconds for times in self.seconds.values() for seconds in times]
         mean = lambda kind: sum(self.seconds.get(kind, known)) / len(self.seconds.get(kind, known))  # noqa: E731
-        left = (sum(mean(other.kind) for other in waiting) + sum(mean(other.kind) / 2 for _, other, _ in running.values())) / self.jobs
+        begun = [run.kind for _, run, _, _ in running.values()]
+        left = (sum(mean(other.kind) for other in waiting) + sum(map(mean, begun)) / 2) / len(self.places)
         loss = self.result(run.name).get("val_loss")
         loss = "no validation loss" if loss is None else f"validation loss {loss:.5f}"
         self.say(f"[{self.elapsed():6.1f} s] {count} {run.label}: {loss}, {seconds:.1f} s; left about {left:.0f} s")

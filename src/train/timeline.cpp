@@ -82,15 +82,16 @@ std::vector<TimelineSteps> timeline_windows(const TimelineOptions& options, cons
   return windows;
 }
 
-Timeline::Timeline(const TimelineOptions& options, Device& device, std::vector<StageValues> stages, std::function<void()> meet)
-    : options_(options), device_(require_cuda(device)), stages_(std::move(stages)), meet_(std::move(meet)) {
-  // Steps that the schedule does not have are refused before the warm-up, not after it.
-  timeline_windows(options_, stages_, 0, end_step(), [](int) { return false; });
+Timeline::Timeline(const TimelineOptions& options, Device& device, std::vector<StageValues> stages, int end,
+                   std::function<void()> meet)
+    : options_(options), device_(require_cuda(device)), stages_(std::move(stages)), end_(end), meet_(std::move(meet)) {
+  // Steps that the run does not have are refused before the warm-up, not after it.
+  timeline_windows(options_, stages_, 0, end_, [](int) { return false; });
   recorded_.label = device.name();
 }
 
 void Timeline::warmed_up(int first_step, const std::function<bool(int)>& pauses_after) {
-  planned_ = timeline_windows(options_, stages_, first_step, end_step(), pauses_after);
+  planned_ = timeline_windows(options_, stages_, first_step, end_, pauses_after);
   device_.synchronize();
   recorder_.stop();
 }

@@ -39,8 +39,8 @@ class Timeline {
  public:
   // Between the device's creation and the engine's: graphs are to be made with the recorder present. `meet` brings the ranks
   // together before a window, so that none records how long it waits for the others (empty: one rank). Throws InputError if the
-  // device is a CPU or CUPTI is missing.
-  Timeline(const TimelineOptions& options, Device& device, std::vector<StageValues> stages, std::function<void()> meet);
+  // device is a CPU or CUPTI is missing. end: steps of the run.
+  Timeline(const TimelineOptions& options, Device& device, std::vector<StageValues> stages, int end, std::function<void()> meet);
 
   // All graphs are made; the run goes on from first_step. pauses_after, errors: as of timeline_windows.
   void warmed_up(int first_step, const std::function<bool(int)>& pauses_after);
@@ -57,11 +57,11 @@ class Timeline {
  private:
   const TimelineSteps* window_of(int step) const;
   int stage_of(int step) const;
-  int end_step() const { return stages_.empty() ? 0 : stages_.back().end; }
 
   TimelineOptions options_;
   Device& device_;
   std::vector<StageValues> stages_;
+  int end_;
   std::function<void()> meet_;
   std::vector<TimelineSteps> planned_;
   ActivityRecorder recorder_;

@@ -79,7 +79,7 @@ TEST(TimelineFile, NeedsAFolder) {
 
 TEST(Timeline, NeedsAGpu) {
   const auto device = make_cpu_device(1);
-  expect_refused([&] { Timeline({.file = "t.json"}, *device, stages({4}), nullptr); },
+  expect_refused([&] { Timeline({.file = "t.json"}, *device, stages({4}), 4, nullptr); },
                  {"--timeline", "GPU", "CPU", "train.device=cuda"});
 }
 

@@ -130,7 +130,8 @@ void Trainer::build_engine() {
     if (const std::string active = active_fault(); !active.empty()) log_.warn("a failure is ordered: SPEEDRUN_FAULT=" + active);
   }
   // No rank is to record its wait for the others to begin.
-  if (!options_.timeline.file.empty()) timeline_.emplace(options_.timeline, *device_, stages_, [this] { control_.barrier(); });
+  if (!options_.timeline.file.empty())
+    timeline_.emplace(options_.timeline, *device_, stages_, end_, [this] { control_.barrier(); });
   engine_ = make_engine(config_, *device_,
                         {.micro_batch_tokens = config_.train.micro_batch_tokens,
                          .evaluation_row_tokens = eval_row_tokens(config_),

@@ -51,10 +51,15 @@ class CpuDevice : public Device {
   void* allocate_host(size_t bytes) override { return allocate(bytes); }
   void free_host(void* memory) override { std::free(memory); }
 
-  void copy_in(void* device, const void* host, size_t bytes) override { std::memcpy(device, host, bytes); }
-  void copy_out(void* host, const void* device, size_t bytes) override { std::memcpy(host, device, bytes); }
-  void copy(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
-  void zero(void* device, size_t bytes) override { std::memset(device, 0, bytes); }
+  void copy_in(void* device, const void* host, size_t bytes) override { copy(device, host, bytes); }
+  void copy_out(void* host, const void* device, size_t bytes) override { copy(host, device, bytes); }
+  // Nothing may come with null, which memcpy and memset do not take.
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+  }
+  void zero(void* device, size_t bytes) override {
+    if (bytes > 0) std::memset(device, 0, bytes);
+  }
   void synchronize() override {}
 
   std::unique_ptr<Event> make_event() override { return std::make_unique<CpuEvent>(); }

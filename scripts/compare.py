@@ -18,7 +18,7 @@ import sys
 
 from markdown_tables import ALPHA, interval_text, number, p_text, table, verdict
 from run_metrics import read_steps
-from run_queue import Queue, Refused, Run, device_list, keep_plan, resolved_config, sets
+from run_queue import Queue, Refused, Run, check_jobs, device_list, keep_plan, resolved_config, sets
 from t_tests import holm, paired
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -37,8 +37,8 @@ def die(message):
 def last_tenth(folder, steps):
     """Mean training loss of the last tenth of a run's steps; None if a line is missing."""
     lines = read_steps(folder)
-    losses = [lines[step].get("loss") for step in range(steps - max(steps // 10, 1), steps) if step in lines]
-    return statistics.fmean(losses) if len(losses) == max(steps // 10, 1) and None not in losses else None
+    losses = [lines.get(step, {}).get("loss") for step in range(steps - max(steps // 10, 1), steps)]
+    return None if None in losses else statistics.fmean(losses)
 
 
 class Arm:
@@ -61,10 +61,7 @@ class Comparison:
             if same is not None:
                 raise Refused(f"--arm '{arm.label}': is the same config as {same}")
             configs[arm.label] = config
-        micro_batch = min(config["train"].get("micro_batch_tokens", 0) for config in configs.values())
-        if args.jobs > 1 and micro_batch == 0 and configs["baseline"]["train"].get("device") != "cpu":
-            raise Refused("--jobs: runs that share a GPU choose micro-batches by the memory that they find, and then sum in another "
-                          "order: give --set train.micro_batch_tokens=N")  # fmt: skip
+            check_jobs(args.jobs, config)
         keep_plan(args.out, {"config": configs["baseline"], "gpus": args.gpus})
         self.queue = Queue(args.binary, args.out / "runs", args.jobs, args.limit, args.budget, say, args.devices)
 

@@ -22,7 +22,7 @@ import sys
 import extrapolation_report
 from markdown_tables import table
 from run_metrics import read_lines, scaled, stages, validations
-from run_queue import Queue, Refused, Run, device_list, keep_plan, resolved_config, sets
+from run_queue import Queue, Refused, Run, check_jobs, device_list, keep_plan, resolved_config, sets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The public record's own numbers (modded-nanogpt's optimization track, result #34).
@@ -432,11 +432,9 @@ def main(arguments=None):
     try:
         plan = Plan(args.binary, config, overrides + args.set, args.tail or (0.12 if args.demo else track.tail))
         keep_plan(args.out, {"config": plan.config, "branch": plan.branch})
+        check_jobs(args.jobs, plan.config)
     except Refused as refused:
         die(refused)
-    if args.jobs > 1 and args.device != "cpu" and plan.config["train"].get("micro_batch_tokens", 0) == 0:
-        die("--jobs: runs that share a GPU choose micro-batches by the memory that they find, and then sum in another order: "
-            "give --set train.micro_batch_tokens=N")  # fmt: skip
     if args.demo:
         return demo(args, plan)
     if args.tune_baseline:

@@ -37,7 +37,8 @@ else:
 steps = int(int(keys.get("schedule.steps", 40)) * float(keys.get("schedule.scale", 1)) + 0.5)
 if "--print-config" in words:
     print(json.dumps({"schedule": {"steps": int(keys.get("schedule.steps", 40)), "scale": float(keys.get("schedule.scale", 1))},
-                      "train": {"batch_tokens": 512, "micro_batch_tokens": 0}, "run": {"name": keys.get("run.name", "")}}))
+                      "train": {"batch_tokens": 512, "micro_batch_tokens": 0,
+                                "device": keys.get("train.device")}, "run": {"name": keys.get("run.name", "")}}))
     sys.exit()
 name, folder = keys["run.name"], pathlib.Path(keys["run.dir"]) / keys["run.name"]
 with open(pathlib.Path(keys["run.dir"]) / "starts.txt", "a") as file:

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import time
 
+ENDED_WELL = ("finished", "stopped at target", "stopped at step")  # outcomes in result.json
+
 
 @dataclasses.dataclass
 class Run:
@@ -69,13 +71,20 @@ def keep_plan(folder, plan):
         raise Refused(f"{folder}: holds runs with another {shown}: name another folder with --out, or remove it")
 
 
+def check_jobs(jobs, config):
+    """Refused if runs that share a GPU would not repeat: micro-batches are then to be fixed."""
+    if jobs > 1 and config["train"].get("device") != "cpu" and config["train"].get("micro_batch_tokens", 0) == 0:
+        raise Refused("--jobs: runs that share a GPU choose micro-batches by the memory that they find, and then sum in another order: "
+                      "give --set train.micro_batch_tokens=N")  # fmt: skip
+
+
 def read_result(folder):
     """result.json of a run that has come to its end, else None."""
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return result if result.get("outcome") in ("finished", "stopped at target", "stopped at step") else None
+    return result if result.get("outcome") in ENDED_WELL else None
 
 
 def last_line_of(text):

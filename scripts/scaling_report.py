@@ -11,6 +11,7 @@ import sys
 
 from markdown_tables import number, table
 from run_metrics import pairs_ms, read_json, read_steps, stages, uncovered_rows
+from run_queue import ENDED_WELL
 
 FAILURE_LIMIT_S = 30  # from the failure of a rank until every process is gone
 MEMORY_MIB = 64  # so much more may be in use after a failure than before it
@@ -64,7 +65,7 @@ class Report:
         for log in self.runs.glob(prefix + "_*.log"):
             match = re.fullmatch(re.escape(prefix) + r"_(\d+)\.log", log.name)
             result = read_json(self.runs / log.stem / "result.json") if match else None
-            if match and (result is None or result["outcome"] not in ("finished", "stopped at target", "stopped at step")):
+            if match and (result is None or result["outcome"] not in ENDED_WELL):
                 self.fault(f"{log.stem} did not finish: {log}")
         return dict(sorted(found.items()))
 

@@ -80,13 +80,19 @@ class Losses:
         self.write(step=step, val_loss=loss.item(), train_ms=train_ms)
 
 
+def assigns(name):
+    """Of a node: does it assign to this name?"""
+
+    def test(node):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+    return test
+
+
 def assignments(tree, name):
     """Places in a module's body that assign to a name."""
-    found = []
-    for i, node in enumerate(tree.body):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        found += [i for target in targets if isinstance(target, ast.Name) and target.id == name]
-    return found
+    return [i for i, node in enumerate(tree.body) if assigns(name)(node)]
 
 
 def more_runs(script):

@@ -29,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 
+from reference_hooks import assigns
+
 ORACLE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -73,14 +75,6 @@ class Source:
         for begin, end, new in sorted(self.edits, reverse=True):
             text = text[:begin] + new.encode() + text[end:]
         return text.decode()
-
-
-def assigns(name):
-    def test(node):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        return any(isinstance(target, ast.Name) and target.id == name for target in targets)
-
-    return test
 
 
 def calls(name):

@@ -1,5 +1,5 @@
 """What reference_script.py puts into the reference's script at run time: the vocabulary from a file (REFERENCE_VOCAB), losses into a file
-(REFERENCE_LOSSES), shards that are left as on 8 GPUs."""
+(REFERENCE_LOSSES), weights from a file (REFERENCE_START) and into files (REFERENCE_WEIGHTS), shards that are left as on 8 GPUs."""
 
 import ast
 import copy
@@ -43,16 +43,27 @@ class Losses:
         self.runs, self.steps = int(os.environ["REFERENCE_RUNS"]), int(os.environ["REFERENCE_STEPS"])
         self.run, self.sum, self.waiting = 1, 0, []
         self.optimizer = manager.get_state() if self.runs > 1 else None  # before the first step
-        if "REFERENCE_WEIGHTS" in os.environ:
+        self.model, self.weights_every = model, int(os.environ["REFERENCE_WEIGHTS_EVERY"])
+        if "REFERENCE_START" in os.environ:
             import reference_names
             import tensor_file
 
-            tensor_file.save(os.environ["REFERENCE_WEIGHTS"], reference_names.weights(model._orig_mod), keep_bf16=True)
+            reference_names.set_weights(model._orig_mod, tensor_file.load(os.environ["REFERENCE_START"]))
+            model.quantize_mlp_fp8(bootstrap_down=True)
+        self.write_weights(0)
 
     def write(self, **line):
         line = {"run": self.run} | line if self.runs > 1 else line
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
+
+    def write_weights(self, updates):
+        if self.run == 1 and "REFERENCE_WEIGHTS" in os.environ:
+            import reference_names
+            import tensor_file
+
+            path = os.environ["REFERENCE_WEIGHTS"].replace("{}", str(updates))
+            tensor_file.save(path, reference_names.weights(self.model._orig_mod), keep_bf16=True)
 
     def write_waiting(self):
         for number, loss, factor, ms in self.waiting:
@@ -68,6 +79,8 @@ class Losses:
         self.sum = 0
         if len(self.waiting) >= TOLD_AT_ONCE or last:
             self.write_waiting()
+        if self.weights_every and ((step + 1) % self.weights_every == 0 or last):
+            self.write_weights(step + 1)
 
     def stops(self, step):
         """Whether a run ends before this step."""

@@ -16,7 +16,8 @@ The script and its kernels are copied into a working folder with the few changes
   - a shard is left where it cannot fill all 8 rows of a step, as the script does on 8 GPUs and speedrun on any number; --own-rows: as it
     does on one GPU, where it goes on row by row.
 Places are found in the syntax tree, each exactly once: another record is refused. It compiles for some eight minutes before the first step.
---runs N makes N runs from new random weights after one compilation, for the spread, --steps M only the first M steps of each.
+--runs N makes N runs from new random weights after one compilation, for the spread, --steps M only the first M steps of each. --weights FILE
+starts from given weights (speedrun export), --weights-out FILE keeps the first run's, with --weights-every M again after every M steps.
 Lines of --out: {"step", "loss", "train_ms"} for each step (loss: nats per token, all terms, before the update; train_ms: its clock after
 it), {"step", "val_loss", "train_ms"}; with several runs "run" as well, from 1.
 """
@@ -180,15 +181,24 @@ def main():
     parser.add_argument("--val-every", type=int, default=250, help="steps between validations, 0: only the last (default 250)")
     parser.add_argument("--steps", type=int, default=0, help="steps of a run, 0: all (default 0)")
     parser.add_argument("--runs", type=int, default=1, help="runs, each from new random weights (default 1)")
+    parser.add_argument("--weights", help="weights to start from (safetensors; default: drawn by the reference)")
     parser.add_argument("--weights-out", help="file for the weights that the first run starts from, as train.init_weights takes them")
+    parser.add_argument("--weights-every", type=int, default=0, help="more such files, after so many steps and the last; {} in their name: steps")
     parser.add_argument("--own-rows", action="store_true", help="shards are left as the script does it on one GPU")
     args = parser.parse_args()
+    if args.weights and args.runs > 1:
+        raise SystemExit("--weights: several runs start from new random weights; leave out --runs")
+    if args.weights and not os.path.isfile(args.weights):
+        raise SystemExit(f"--weights {args.weights}: no such file")
+    if args.weights_every and "{}" not in (args.weights_out or ""):
+        raise SystemExit("--weights-every: --weights-out needs a {} where the number of steps goes")
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder, args)
         one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
         paths = [ORACLE, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         told = {"REFERENCE_VOCAB": os.path.abspath(args.vocab), "REFERENCE_LOSSES": os.path.abspath(args.out)}
-        told |= {"REFERENCE_RUNS": str(args.runs), "REFERENCE_STEPS": str(args.steps)}
+        told |= {"REFERENCE_RUNS": str(args.runs), "REFERENCE_STEPS": str(args.steps), "REFERENCE_WEIGHTS_EVERY": str(args.weights_every)}
+        told |= {"REFERENCE_START": os.path.abspath(args.weights)} if args.weights else {}
         told |= {"REFERENCE_WEIGHTS": os.path.abspath(args.weights_out)} if args.weights_out else {}
         environment = {**os.environ, **one, **told, "DATA_PATH": folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment.pop("DISABLE_FP8", None)

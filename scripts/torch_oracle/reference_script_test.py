@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 import unittest
 import unittest.mock
 
@@ -207,7 +208,8 @@ class ReferenceScriptTest(Folder):
         self.assertEqual(starts[Whole], starts[Documents][:24])  # three steps of eight rows
 
     def losses(self, runs, steps, manager=None):
-        told = {"REFERENCE_LOSSES": str(self.folder / "losses.jsonl"), "REFERENCE_RUNS": str(runs), "REFERENCE_STEPS": str(steps)}
+        told = {"REFERENCE_LOSSES": str(self.folder / "losses.jsonl"), "REFERENCE_RUNS": str(runs), "REFERENCE_STEPS": str(steps),
+                "REFERENCE_WEIGHTS_EVERY": "0"}  # fmt: skip
         with unittest.mock.patch.dict(os.environ, told):
             return reference_hooks.Losses(None, manager or unittest.mock.Mock())
 
@@ -224,6 +226,32 @@ class ReferenceScriptTest(Folder):
         self.assertEqual([(line["run"], line["step"], line["loss"]) for line in lines],
                          [(1, 0, 100), (1, 1, 111), (2, 0, 200), (2, 1, 211), (3, 0, 300), (3, 1, 311)])  # fmt: skip
         self.assertEqual((names["warm_ups"], names["model"].calls), (1, ["zero_grad", "quantize", "train"] * 2))
+
+    def test_weights_from_a_file_and_into_files(self):
+        model, files = Model(Model(7)), {"start": 3}
+        tensors = types.SimpleNamespace(load=files.get, save=lambda path, weights, keep_bf16: files.update({path: weights}))
+        names = types.SimpleNamespace(weights=lambda module: module.weight, set_weights=Model.load_state_dict)
+        told = {"REFERENCE_LOSSES": str(self.folder / "losses.jsonl"), "REFERENCE_RUNS": "1", "REFERENCE_STEPS": "0",
+                "REFERENCE_START": "start", "REFERENCE_WEIGHTS": "after{}", "REFERENCE_WEIGHTS_EVERY": "2"}  # fmt: skip
+        with (
+            unittest.mock.patch.dict(sys.modules, tensor_file=tensors, reference_names=names),
+            unittest.mock.patch.dict(os.environ, told),
+        ):
+            kept = reference_hooks.Losses(model, None)
+            self.assertEqual(model.calls, ["quantize"])
+            for step in range(5):
+                kept.add(model.loss())
+                model._orig_mod.weight += 1
+                kept.step(step, 1, 1, 0, step == 4)
+        kept.file.close()
+        self.assertEqual(files, {"start": 3, "after0": 3, "after2": 5, "after4": 7, "after5": 8})
+
+    def test_flags_that_make_no_sense(self):
+        given = ["reference_script.py", "--source", "s", "--train", "t", "--val", "v", "--vocab", "v", "--out", "o"]
+        for flags, part in ((["--weights", "w", "--runs", "2"], "leave out --runs"), (["--weights", "absent"], "absent: no such file"),
+                            (["--weights-every", "5"], "needs a {}"), (["--weights-every", "5", "--weights-out", "w"], "needs a {}")):  # fmt: skip
+            with unittest.mock.patch.object(sys, "argv", given + flags), self.assertRaisesRegex(SystemExit, part):
+                reference_script.main()
 
     def test_losses_of_every_step(self):
         class Loss:

@@ -5,8 +5,10 @@
 """
 
 import json
+import os
 import pathlib
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -227,6 +229,17 @@ class CliTest(Executable):
                       "--set", "schedule.steps=1")
         first = next(line["val_loss"] for line in self.metrics(self.folder / "runs" / "w") if "val_loss" in line)
         self.assertAlmostEqual(first, result["val_loss"], delta=1e-6)
+        # ... of a config: what its runs begin with, train.init_weights included
+        for change in ("train.seed=5", "train.init_weights=w.safetensors"):
+            self.assertIn("after 0 steps", self.speedrun("export", "test.json", "begin.safetensors", "--set", change)[0])
+            curves = []
+            for start in (change, "train.init_weights=begin.safetensors"):
+                self.speedrun("train", "test.json", "--set", start, "--set", "run.name=begin", "--set", "schedule.steps=2")
+                curves.append(self.losses(self.folder / "runs" / "begin"))
+                shutil.rmtree(self.folder / "runs" / "begin")
+            self.assertEqual(*curves)
+            os.remove(self.folder / "begin.safetensors")
+        self.refused("export", "absent.json", "x.safetensors", names=["absent.json"])
         self.refused("export", "runs/r", "w.safetensors", names=["w.safetensors", "exists"])
         self.refused("export", "runs/r", names=["FILE", "1 arguments"])
         self.refused("export", "runs/r", "absent/w.safetensors", names=["absent"])

@@ -15,15 +15,16 @@ namespace speedrun {
 
 int export_command(int argc, char** argv) {
   cxxopts::Options options = command_options(
-      "export", "RUN | CHECKPOINT FILE",
-      "Write a trained model's weights as FP32 tensors (safetensors); train.init_weights takes them back. The config is in the "
-      "metadata.");
+      "export", "RUN | CHECKPOINT | CONFIG.json FILE",
+      "Write weights as FP32 tensors (safetensors): a trained model's, or those that a run of a config begins with; "
+      "train.init_weights takes them back. The config is in the metadata.");
+  add_set_flag(options);
   Arguments arguments;
   if (!parse_arguments("export", options, argc, argv, arguments)) return 0;
   if (arguments.positional.size() != 2) {
-    throw InputError(
-        fmt::format("export: expected RUN or CHECKPOINT and the FILE to write, found {} arguments (speedrun export --help)",
-                    arguments.positional.size()));
+    throw InputError(fmt::format(
+        "export: expected RUN, CHECKPOINT or CONFIG.json and the FILE to write, found {} arguments (speedrun export --help)",
+        arguments.positional.size()));
   }
   const std::filesystem::path file = arguments.positional[1];
   if (std::filesystem::exists(file)) throw InputError(fmt::format("{}: exists; name another file or remove it", file.string()));
@@ -31,8 +32,12 @@ int export_command(int argc, char** argv) {
     throw InputError(fmt::format("{}: there is no folder {}; make it first", file.string(), folder.string()));
   Log log;
   // The weights alone are wanted: on the CPU, whose memory holds them, and with the shortest rows there are.
-  const std::vector<std::string> overrides = {"train.device=cpu"};
-  const SavedModel model = open_saved_model(arguments.positional[0], overrides, SavedModelUse::generation, log);
+  std::vector<std::string> changes = arguments.all("set");
+  changes.emplace_back("train.device=cpu");
+  const std::filesystem::path from = arguments.positional[0];
+  const SavedModel model = from.extension() == ".json"
+                               ? make_initial_model(load_config(from, changes), SavedModelUse::generation, log)
+                               : open_saved_model(from, changes, SavedModelUse::generation, log);
   save_tensors(file, model.engine->state(), {{"config", dump_config(model.config)}, {"step", std::to_string(model.step)}});
   fmt::print("{}: {:.1f} M parameters after {} steps\n", file.string(), static_cast<double>(model.engine->parameter_count()) * 1e-6,
              model.step);

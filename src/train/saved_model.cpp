@@ -9,6 +9,7 @@
 #include "src/train/data_setup.h"
 #include "src/train/device_choice.h"
 #include "src/train/generate.h"
+#include "src/train/start.h"
 
 namespace speedrun {
 namespace {
@@ -20,23 +21,34 @@ int64_t evaluation_tokens(const Config& config, int64_t row, bool cuda) {
   return rows * row;
 }
 
-}  // namespace
-
-SavedModel open_saved_model(const std::filesystem::path& path, const std::vector<std::string>& overrides, SavedModelUse use,
-                            Log& log) {
-  const std::filesystem::path file = find_checkpoint(path, [&](const std::string& text) { log.warn(text); });
+SavedModel make_model(const Config& config, SavedModelUse use, Log& log) {
   SavedModel model;
-  const CheckpointMeta meta = read_checkpoint_meta(file);
-  model.config = parse_config(meta.config, file.string(), std::filesystem::current_path(), overrides);
-  model.step = meta.step;
+  model.config = config;
   model.device = choose_device(model.config, log);
   const int64_t row = use == SavedModelUse::evaluation ? eval_row_tokens(model.config) : generation_row_tokens(model.config);
   const int64_t tokens = use == SavedModelUse::generation ? row : evaluation_tokens(model.config, row, model.device->is_cuda());
   model.engine =
       make_engine(model.config, *model.device, {.micro_batch_tokens = tokens, .evaluation_row_tokens = row, .training = false});
   model.engine->warm_up();
+  return model;
+}
+
+}  // namespace
+
+SavedModel open_saved_model(const std::filesystem::path& path, const std::vector<std::string>& overrides, SavedModelUse use,
+                            Log& log) {
+  const std::filesystem::path file = find_checkpoint(path, [&](const std::string& text) { log.warn(text); });
+  const CheckpointMeta meta = read_checkpoint_meta(file);
+  SavedModel model = make_model(parse_config(meta.config, file.string(), std::filesystem::current_path(), overrides), use, log);
+  model.step = meta.step;
   load_checkpoint(file, model.engine->state(), true);
   model.engine->begin_evaluation(model.step);
+  return model;
+}
+
+SavedModel make_initial_model(const Config& config, SavedModelUse use, Log& log) {
+  SavedModel model = make_model(config, use, log);
+  set_initial_weights(config, *model.engine);
   return model;
 }
 

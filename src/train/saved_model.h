@@ -1,5 +1,5 @@
 #pragma once
-// A trained model from a run's folder or a checkpoint file, ready to evaluate or to write.
+// A model from a run's folder, a checkpoint file or a config, ready to evaluate or to write.
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -25,5 +25,8 @@ struct SavedModel {
 // `path`: a run's folder (its newest good checkpoint) or a checkpoint. Throws InputError naming what is missing or damaged.
 SavedModel open_saved_model(const std::filesystem::path& path, const std::vector<std::string>& overrides, SavedModelUse use,
                             Log& log);
+
+// What a run of this config begins with. Throws InputError where train.init_weights does not fit.
+SavedModel make_initial_model(const Config& config, SavedModelUse use, Log& log);
 
 }  // namespace speedrun

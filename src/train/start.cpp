@@ -11,6 +11,7 @@
 #include "src/dist/message.h"
 #include "src/optim/schedule.h"
 #include "src/train/run_report.h"
+#include "src/train/weights_file.h"
 
 namespace speedrun {
 namespace {
@@ -63,6 +64,11 @@ std::filesystem::path choose_checkpoint(const TrainOptions& options, Control& co
 }
 
 }  // namespace
+
+void set_initial_weights(const Config& config, Engine& engine) {
+  engine.initialize(config.train.seed);
+  if (!config.train.init_weights.empty()) load_weights(config.train.init_weights, engine.state());
+}
 
 std::optional<StartPoint> find_start(const TrainOptions& options, const ShardList& shards, Control& control, Log& log) {
   if (!options.resume && !options.from) return std::nullopt;

@@ -24,6 +24,9 @@ struct StartPoint {
   bool new_extrapolation = false;  // extrapolation.* has changed: what the checkpoint remembers of the weights is not for this run
 };
 
+// A run that begins: weights drawn from the seed, or those of train.init_weights.
+void set_initial_weights(const Config& config, Engine& engine);
+
 // What options.resume or options.from goes on from; nothing for a run that begins. Rank 0 looks for all. Throws InputError where
 // the run has another model, other steps or, by `shards`, other data than the checkpoint; the log says which other keys have
 // changed.

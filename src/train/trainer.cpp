@@ -160,8 +160,7 @@ void Trainer::start() {
     for (const double seconds : start_->meta.clock_s) carried_s_ += seconds;
     newest_checkpoint_ = start_->checkpoint;
   } else {
-    engine_->initialize(config_.train.seed);
-    if (!config_.train.init_weights.empty()) load_weights(config_.train.init_weights, engine_->state());
+    set_initial_weights(config_, *engine_);
   }
 }
 

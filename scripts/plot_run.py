@@ -2,8 +2,9 @@
 """Plots one or several runs: training and validation loss, gradient norm, learning rates and speed, into one PNG.
 
   scripts/plot_run.py runs/ID [runs/OTHER …] [--out plot.png] [--x step|tokens|clock_s]
+  scripts/plot_run.py runs/ID [runs/OTHER …] --against runs/BASE        losses less those of the same steps of another run
 
-A run is its folder or its metrics.jsonl. Needs matplotlib.
+A run is its folder or its metrics.jsonl (or that of reference_script.py). Needs matplotlib.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
+SMOOTHED = 25  # steps
 X_LABELS = {"step": "step", "tokens": "training tokens", "clock_s": "clock (s)"}
 
 
@@ -48,13 +50,47 @@ def column(rows, x, y):
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
+def moving_mean(values, length):
+    """Means of so many neighbours; the first ones, and the last, of fewer."""
+    half = length // 2
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def plot_differences(base_path, paths, out):
+    """Paired by step, so that what makes one batch harder than another falls away."""
+    name, steps, validations = read_run(base_path)
+    figure, (training, validation) = plt.subplots(1, 2, figsize=(13, 4.5))
+    base = dict(zip(*column(steps, "step", "loss")))
+    base_validation = dict(zip(*column(validations, "step", "val_loss")))
+    for path in paths:
+        other, steps, validations = read_run(path)
+        shared = [(step, loss - base[step]) for step, loss in zip(*column(steps, "step", "loss")) if step in base]
+        if not shared:
+            raise SystemExit(f"{path}: no step in common with {base_path}")
+        training.plot([step for step, _ in shared], moving_mean([difference for _, difference in shared], SMOOTHED), linewidth=1, label=other)
+        pairs = [(step, loss - base_validation[step]) for step, loss in zip(*column(validations, "step", "val_loss")) if step in base_validation]
+        validation.plot(*zip(*pairs) if pairs else ([], []), marker="o", markersize=4, label=other)
+    for axis, title in ((training, f"training loss less that of {name}, means of {SMOOTHED} steps"), (validation, f"validation loss less that of {name}")):
+        axis.axhline(0, color="gray", linewidth=0.8)
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    print(out)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="run folders or metrics.jsonl files")
     parser.add_argument("--out", default="plot.png")
     parser.add_argument("--x", choices=X_LABELS, default="step")
     parser.add_argument("--target", type=float, help="validation loss to mark")
+    parser.add_argument("--against", metavar="RUN", help="plot differences of losses to this run instead")
     args = parser.parse_args()
+    if args.against:
+        return plot_differences(args.against, args.runs, args.out)
 
     figure, axes = plt.subplots(2, 2, figsize=(13, 8))
     (loss, speed), (norm, rates) = axes

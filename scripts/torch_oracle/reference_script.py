@@ -17,7 +17,8 @@ The script and its kernels are copied into a working folder with the few changes
     does on one GPU, where it goes on row by row.
 Places are found in the syntax tree, each exactly once: another record is refused. It compiles for some eight minutes before the first step.
 --runs N makes N runs from new random weights after one compilation, for the spread, --steps M only the first M steps of each. --weights FILE
-starts from given weights (speedrun export), --weights-out FILE keeps the first run's, with --weights-every M again after every M steps.
+starts from given weights (speedrun export), --weights-out FILE keeps the first run's, with --weights-every M again after every M steps (the
+clock goes on while it writes).
 Lines of --out: {"step", "loss", "train_ms"} for each step (loss: nats per token, all terms, before the update; train_ms: its clock after
 it), {"step", "val_loss", "train_ms"}; with several runs "run" as well, from 1.
 """

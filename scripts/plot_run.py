@@ -68,12 +68,14 @@ def plot_differences(base_path, paths, out):
         shared = [(step, loss - base[step]) for step, loss in zip(*column(steps, "step", "loss")) if step in base]
         if not shared:
             raise SystemExit(f"{path}: no step in common with {base_path}")
-        training.plot([step for step, _ in shared], moving_mean([difference for _, difference in shared], SMOOTHED), linewidth=1, label=other)
-        pairs = [(step, loss - base_validation[step]) for step, loss in zip(*column(validations, "step", "val_loss")) if step in base_validation]
+        smooth = moving_mean([difference for _, difference in shared], SMOOTHED)
+        training.plot([step for step, _ in shared], smooth, linewidth=1, label=other)
+        losses = zip(*column(validations, "step", "val_loss"))
+        pairs = [(step, loss - base_validation[step]) for step, loss in losses if step in base_validation]
         validation.plot(*zip(*pairs) if pairs else ([], []), marker="o", markersize=4, label=other)
-    for axis, title in ((training, f"training loss less that of {name}, means of {SMOOTHED} steps"), (validation, f"validation loss less that of {name}")):
+    for axis, loss in ((training, f"training loss (means of {SMOOTHED} steps)"), (validation, "validation loss")):
         axis.axhline(0, color="gray", linewidth=0.8)
-        axis.set(title=title, xlabel="step")
+        axis.set(title=f"{loss} less that of {name}", xlabel="step")
         axis.grid(alpha=0.3)
         axis.legend()
     figure.tight_layout()

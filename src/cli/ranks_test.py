@@ -19,7 +19,7 @@ import time
 import unittest
 
 import ranks_runs
-from ranks_runs import LIMIT_S, Ranks, STEPS, free_port, left_in_shared_memory, sets
+from ranks_runs import LIMIT_S, PATIENCE, Ranks, STEPS, free_port, left_in_shared_memory, sets
 
 
 class RanksEqualityTest(Ranks):
@@ -162,7 +162,7 @@ class RanksFailureTest(Ranks):
         (run / "checkpoints" / "step_000008.ckpt.tmp").write_bytes(b"speedrun ckpt 1")  # of a write that was interrupted
         fault = {"SPEEDRUN_FAULT": f"{rank}:{place}:{self.PLACES[place]}:{kind}"}
         # Only a thread that hangs needs the limit, which a loaded machine could exceed.
-        limit = ["--set", "dist.progress_s=3"] if kind == "hang" else []
+        limit = ["--set", f"dist.progress_s={3 * PATIENCE}"] if kind == "hang" else []
         return run, *self.end(self.start("train", "--resume", run, "--gpus", self.RANKS, *limit, environment=fault))
 
     def check_failure(self, rank, place, kind):
@@ -176,7 +176,7 @@ class RanksFailureTest(Ranks):
         for name in self.checkpoints(run):
             if name.endswith(".ckpt"):
                 self.speedrun("eval", run / "checkpoints" / name)
-        self.resume(2, run)
+        self.resume(2, run, "dist.progress_s=0")
         self.assert_same_numbers(run, self.whole, 1e-5)
         self.assertEqual([name for name in self.checkpoints(run) if not name.endswith(".ckpt")], [])
         shutil.rmtree(run)

@@ -308,9 +308,10 @@ class EngineOf : public Engine {
     return small_entry(
         std::string(kExtrapolationPrefix) + "begin", DType::i64, {1},
         [this] {
-          std::vector<std::byte> bytes(rank_ == 0 ? sizeof(int64_t) : 0);
+          if (rank_ != 0) return std::vector<std::byte>();
+          std::vector<std::byte> bytes(sizeof(int64_t));
           const int64_t begin = extrapolation_->begin();
-          std::memcpy(bytes.data(), &begin, bytes.size());
+          std::memcpy(bytes.data(), &begin, sizeof(begin));
           return bytes;
         },
         [this](const std::vector<std::byte>& bytes) {

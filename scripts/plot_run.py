@@ -57,22 +57,24 @@ def moving_mean(values, length):
     return [sum(window) / len(window) for window in windows]
 
 
+def differences(rows, base, key):
+    """Steps that both have, and the rows' values less the base's: what makes one batch harder than another falls away."""
+    of_base = dict(zip(*column(base, "step", key)))
+    shared = [row for row in rows if row["step"] in of_base]
+    steps, values = column(shared, "step", key)
+    return steps, [value - of_base[step] for step, value in zip(steps, values)]
+
+
 def plot_differences(base_path, paths, out):
-    """Paired by step, so that what makes one batch harder than another falls away."""
-    name, steps, validations = read_run(base_path)
+    name, base, base_validations = read_run(base_path)
     figure, (training, validation) = plt.subplots(1, 2, figsize=(13, 4.5))
-    base = dict(zip(*column(steps, "step", "loss")))
-    base_validation = dict(zip(*column(validations, "step", "val_loss")))
     for path in paths:
-        other, steps, validations = read_run(path)
-        shared = [(step, loss - base[step]) for step, loss in zip(*column(steps, "step", "loss")) if step in base]
-        if not shared:
+        other, rows, validations = read_run(path)
+        steps, less = differences(rows, base, "loss")
+        if not steps:
             raise SystemExit(f"{path}: no step in common with {base_path}")
-        smooth = moving_mean([difference for _, difference in shared], SMOOTHED)
-        training.plot([step for step, _ in shared], smooth, linewidth=1, label=other)
-        losses = zip(*column(validations, "step", "val_loss"))
-        pairs = [(step, loss - base_validation[step]) for step, loss in losses if step in base_validation]
-        validation.plot(*zip(*pairs) if pairs else ([], []), marker="o", markersize=4, label=other)
+        training.plot(steps, moving_mean(less, SMOOTHED), linewidth=1, label=other)
+        validation.plot(*differences(validations, base_validations, "val_loss"), marker="o", markersize=4, label=other)
     for axis, loss in ((training, f"training loss (means of {SMOOTHED} steps)"), (validation, "validation loss")):
         axis.axhline(0, color="gray", linewidth=0.8)
         axis.set(title=f"{loss} less that of {name}", xlabel="step")

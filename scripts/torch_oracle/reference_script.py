@@ -184,7 +184,7 @@ def main():
     parser.add_argument("--runs", type=int, default=1, help="runs, each from new random weights (default 1)")
     parser.add_argument("--weights", help="weights to start from (safetensors; default: drawn by the reference)")
     parser.add_argument("--weights-out", help="file for the weights that the first run starts from, as train.init_weights takes them")
-    parser.add_argument("--weights-every", type=int, default=0, help="more such files, after so many steps and the last; {} in their name: steps")
+    parser.add_argument("--weights-every", type=int, default=0, help="more such files, after so many steps and after all; {} in their name: steps")
     parser.add_argument("--own-rows", action="store_true", help="shards are left as the script does it on one GPU")
     args = parser.parse_args()
     if args.weights and args.runs > 1:

@@ -27,6 +27,7 @@ void bench_terms(const BenchOptions& options, std::ostream& out) {
   for (int v = 0; v < kV; ++v) host_prefix[static_cast<size_t>(v)] = v % 4 == 0 ? -1 : v / 2;
   const BenchBuffer logits = BenchBuffer::normal_bf16(kN * kV), loss = BenchBuffer::zeroed(sizeof(float) * kN),
                     grad8 = BenchBuffer::zeroed(kN * kV), grad8_t = BenchBuffer::zeroed(kN * kV),
+                    row_shift = BenchBuffer::zeroed(sizeof(float) * kN),
                     targets = BenchBuffer::copy_of(host_targets.data(), sizeof(int32_t) * kN),
                     prefix = BenchBuffer::copy_of(host_prefix.data(), sizeof(int32_t) * kV),
                     loss_weights = BenchBuffer::copy_of(&term_weights, sizeof(term_weights)),
@@ -47,6 +48,7 @@ void bench_terms(const BenchOptions& options, std::ostream& out) {
                       .inp_scale = inp_scale,
                       .grad8 = grad8.as<e5m2>(),
                       .grad8_t = grad8_t.as<e5m2>(),
+                      .row_shift = row_shift.as<float>(),
                       .grad_scale8 = inp_scale + 2};
     fp8_quantize({.out = weight8.as<e4m3>(),
                   .out_t = weight8_t.as<e4m3>(),

@@ -10,12 +10,7 @@ void check_head_fp8(const HeadLoss<bf16>& args, const CudaExec& exec) {
   require(args.bias == nullptr && args.dbias == nullptr, "head: FP8 takes no bias");
   require(args.C % kMultiple == 0 && args.V % kMultiple == 0 && args.N % kMultiple == 0 && args.chunk % kMultiple == 0,
           "head: C = ", args.C, ", V = ", args.V, ", N = ", args.N, ", chunk = ", args.chunk, " must be multiples of 16 with FP8");
-  constexpr int64_t kOther = 1024;  // what the kernel needs besides
-  int device = 0, limit = 0;
-  cuda_check(cudaGetDevice(&device), "head: current device");
-  cuda_check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "head: shared memory limit");
-  require(fp8_block_bytes(args.V) + kOther <= limit, "head: ", kFp8ClusterRows, " rows of V = ", args.V,
-          " logits do not fit the shared memory of a cluster, ", kFp8Cluster, " times ", limit, " bytes, as the FP8 loss needs");
+  require(args.dinp == nullptr || args.fp8.row_shift != nullptr, "head: FP8 gradients need row_shift");
 }
 
 void head_fp8_logits(const HeadLoss<bf16>& args, int64_t begin, ProjectionSize size, const CudaExec& exec) {

@@ -75,7 +75,7 @@ class HeadFp8CudaTest : public testing::CudaTest {
     DeviceBuffer<Fp8Scale> scales;  // inputs, weights, gradient
     DeviceBuffer<int32_t> targets, prefix;
     DeviceBuffer<LossWeights<bf16>> weights;
-    DeviceBuffer<float> grad_scale, loss, dweight;
+    DeviceBuffer<float> grad_scale, row_shift, loss, dweight;
   };
 
   static std::vector<uint8_t> bytes(const std::vector<e4m3>& codes) {
@@ -101,6 +101,7 @@ class HeadFp8CudaTest : public testing::CudaTest {
                 .prefix = uploaded("prefix", data.prefix),
                 .weights = uploaded("loss weights", std::vector<LossWeights<bf16>>{kWeights}),
                 .grad_scale = uploaded("grad_scale", std::vector<float>{kGradScale}),
+                .row_shift = poisoned<float>("row_shift", c.chunk),
                 .loss = poisoned<float>("loss", c.N),
                 .dweight = uploaded("dweight", data.dweight)};
   }
@@ -142,6 +143,7 @@ class HeadFp8CudaTest : public testing::CudaTest {
     args.fp8.inp8_t = reinterpret_cast<e4m3*>(h.inp8_t.get());
     args.fp8.grad8 = reinterpret_cast<e5m2*>(h.grad8.get());
     args.fp8.grad8_t = reinterpret_cast<e5m2*>(h.grad8_t.get());
+    args.fp8.row_shift = h.row_shift.get();
     args.fp8.grad_scale8 = scales + 2;
     return args;
   }
@@ -413,9 +415,14 @@ TEST_F(HeadFp8CudaTest, EverySoftcapWithAnyTerms) {
   }
 }
 
-// Fewer columns than a cluster has vectors, sixteenths that do not come out even, and so few columns that targets coincide.
+// Blocks of columns that are not full, and so few columns that targets coincide.
 TEST_F(HeadFp8CudaTest, RowLengths) {
-  for (const int V : {16, 32, 112, 128, 144, 2064, 8192, 50304}) check({.N = 32, .chunk = 32, .C = 16, .V = V});
+  for (const int V : {16, 32, 112, 128, 144, 2064, 8192, 50304, 262144}) check({.N = 32, .chunk = 32, .C = 16, .V = V});
+}
+
+// Blocks of rows that are not full.
+TEST_F(HeadFp8CudaTest, RowCounts) {
+  for (const int N : {16, 112, 128, 144, 272}) check({.N = N, .chunk = N, .C = 16, .V = 272, .count = true});
 }
 
 // Borders of chunks inside of rows; the last chunk is shorter.
@@ -495,7 +502,7 @@ TEST_F(HeadFp8CudaTest, RefusesWhatItDoesNotDo) {
   refused([](HeadLoss<bf16>& args) { args.row_tokens = 5; });
   refused([](HeadLoss<bf16>& args) { args.loss_terms = kMaxLossTerms + 1; });
   refused([&](HeadLoss<bf16>& args) { args.bias = h.inp.get(); });
-  refused([](HeadLoss<bf16>& args) { args.V = 1 << 20; });  // 16 rows exceed a cluster's shared memory
+  refused([](HeadLoss<bf16>& args) { args.fp8.row_shift = nullptr; });
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Head on CUDA: per chunk of tokens a product makes the logits, one kernel turns them into losses and, in place, into dlogits, and
-// two products and a column sum take these further. FP8: the kernel of head_fp8_sm90.cu writes the gradient, in both layouts.
-// Layout    logits (chunk, V) bf16, V % 8 == 0; all pointers 16-byte aligned.
-// Work      a block of 512 threads per row. The row is read once and kept in shared memory (V·2 bytes; two blocks fit a Hopper SM
+// two products and a column sum take these further. FP8: this kernel finds the loss and each row's sum, that of
+// head_fp8_gradient.cu writes the gradient, in both layouts. Layout    logits (chunk, V) bf16, V % 8 == 0; all pointers 16-byte
+// aligned. Work      a block of 512 threads per row. The row is read once and kept in shared memory (V·2 bytes; two blocks fit a
+// Hopper SM
 //           at V = 50,304); each thread keeps only what it reads again itself. Rows that do not fit are read a second time from
 //           L2. All columns take the softmax's part of the gradient alone; the few target columns are written again at the end.
 // Traffic   reads and writes N·V elements once (loss only: reads); the products and the bias gradient move 4·N·V more.
@@ -27,6 +28,8 @@ struct RowLoss {
   LossTerms terms;
   int64_t first;  // token of row 0
   const float* grad_scale;
+  float* shift;  // (rows) = log2(S·units) − log2 Σ 2^z, or null
+  float units;
   int V;
   float softcap_value;
 };
@@ -78,20 +81,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) row_loss(const RowLoss
   if constexpr (!kBounded<kCap>) max = block_max<kThreads>(running.max, partials);
   const float sum = block_sum<kThreads>(running.sum * ptx::ex2_approx_ftz(running.max - max), partials);
   const float log_sum = max + log2f(sum);
-  if (threadIdx.x == 0) {
-    float loss = 0;
-#pragma unroll
-    for (int i = 0; i < kTermSlots; ++i) loss += seen[i].term.weight * ((log_sum - seen[i].z) * kLn2);
-    p.loss[row_idx] = loss;
-  }
-  if constexpr (!kGradients) return;
-
-  float softmax_weight = 0, weight = 0;  // S, and the weight of this thread's target column
+  float loss = 0, softmax_weight = 0, weight = 0;  // S, and the weight of this thread's target column
 #pragma unroll
   for (int i = 0; i < kTermSlots; ++i) {
+    loss += seen[i].term.weight * ((log_sum - seen[i].z) * kLn2);
     softmax_weight += seen[i].term.softmax_weight;
     if (seen[i].term.column == term.column) weight += seen[i].term.weight;
   }
+  if (threadIdx.x == 0) {
+    p.loss[row_idx] = loss;
+    if (p.shift != nullptr) p.shift[row_idx] = log2f(softmax_weight * p.units) - log_sum;
+  }
+  if constexpr (!kGradients) return;
+
   const float scale = *p.grad_scale, softmax_scale = scale * softmax_weight;
 #pragma unroll 2
   for (int vector = threadIdx.x; vector < num_vectors; vector += kThreads) {
@@ -164,7 +166,7 @@ void check(const HeadLoss<bf16>& args) {
           " tokens");
 }
 
-// Losses of a chunk's tokens and, with gradients, dlogits in place of the logits.
+// Losses of a chunk's tokens and, with gradients, dlogits in place of the logits; in FP8 what their pass needs.
 void chunk_loss(const HeadLoss<bf16>& args, const LossTerms& terms, int64_t begin, int64_t count, bool gradients,
                 const CudaExec& exec) {
   const RowLoss rows{.loss = args.loss + begin,
@@ -172,9 +174,12 @@ void chunk_loss(const HeadLoss<bf16>& args, const LossTerms& terms, int64_t begi
                      .terms = terms,
                      .first = begin,
                      .grad_scale = args.grad_scale,
+                     .shift = gradients ? args.fp8.row_shift : nullptr,
+                     .units = static_cast<float>(kE4m3Max / args.fp8.grad_bound),
                      .V = args.V,
                      .softcap_value = static_cast<float>(args.softcap_value)};
-  dispatch_softcap(args.softcap, [&](auto softcap) { launch_row_loss<softcap()>(rows, count, gradients, exec); });
+  const bool in_place = gradients && args.fp8.weight8 == nullptr;
+  dispatch_softcap(args.softcap, [&](auto softcap) { launch_row_loss<softcap()>(rows, count, in_place, exec); });
 }
 
 }  // namespace
@@ -192,12 +197,10 @@ void head_loss(const HeadLoss<bf16>& args, const CudaExec& exec) {
     const ProjectionSize size{.N = std::min(args.chunk, args.N - begin), .K = args.C, .O = args.V};
     if (in_fp8) {
       head_fp8_logits(args, begin, size, exec);
-      if (gradients) {
-        head_fp8_loss(args, terms, begin, size.N, exec);
-        head_fp8_gradients(args, begin, size, exec);
-      } else {
-        chunk_loss(args, terms, begin, size.N, false, exec);
-      }
+      chunk_loss(args, terms, begin, size.N, gradients, exec);
+      if (!gradients) continue;
+      head_fp8_codes(args, terms, begin, size.N, exec);
+      head_fp8_gradients(args, begin, size, exec);
       continue;
     }
     const bf16* inp = args.inp + begin * args.C;

@@ -43,6 +43,7 @@ struct HeadFp8 {
   Fp8Scale* inp_scale = nullptr;           // fixed: given by the caller
   e5m2* grad8 = nullptr;                   // (chunk, V)
   e5m2* grad8_t = nullptr;                 // (V, chunk)
+  float* row_shift = nullptr;              // (chunk), 16-byte aligned, on CUDA: what the gradient's pass needs of each row's sum
   Fp8Scale* grad_scale8 = nullptr;         // its scale is written by the op
   double grad_bound = 0.75;                // |dlogit/grad_scale| that is stored as 448
   bool count = false;                      // count saturated and flushed values of inputs and gradients in their scales

@@ -251,6 +251,7 @@ class MainTrack : public Model<T> {
   kernels::Fp8WeightItem<T>* weight_items_ = nullptr;  // all of them on the device, in this order
   e4m3 *inp8_ = nullptr, *post8_ = nullptr, *head8_ = nullptr, *head8_t_ = nullptr, *head_inp8_ = nullptr, *head_inp8_t_ = nullptr;
   e5m2 *head_grad8_ = nullptr, *head_grad8_t_ = nullptr;
+  float* head_row_shift_ = nullptr;
   // Backward, of one layer's one product: an input turned, relu² turned, the gradient of an output and of the pre-activation.
   e4m3 *inp8_t_ = nullptr, *post8_t_ = nullptr;
   e5m2 *dout8_ = nullptr, *dout8_t_ = nullptr, *dpre8_ = nullptr, *dpre8_t_ = nullptr;

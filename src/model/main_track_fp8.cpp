@@ -66,6 +66,7 @@ void MainTrack<T>::plan_fp8(MemoryPlan& memory) {
   add(head, "FP8: activations", head_inp8_t_, chunk * C);
   add(head, "FP8: logits' gradient", head_grad8_, chunk * V);
   add(head, "FP8: logits' gradient", head_grad8_t_, chunk * V);
+  add(head, "FP8: logits' gradient", head_row_shift_, chunk);
 }
 
 template <class T>
@@ -242,6 +243,7 @@ kernels::HeadFp8 MainTrack<T>::head_fp8() const {
           .inp_scale = scales_.head_inp,
           .grad8 = head_grad8_,
           .grad8_t = head_grad8_t_,
+          .row_shift = head_row_shift_,
           .grad_scale8 = scales_.head_grad,
           .grad_bound = fp8_.force_unit_scales ? static_cast<double>(kE4m3Max) : fp8_.head_grad_bound,
           .count = fp8_.warn_saturated > 0};

@@ -5,8 +5,9 @@
 // Layout    flat arrays, 16-byte aligned; the last n mod 8 elements are done one by one.
 // Work      8 elements a thread.
 // Traffic   bytes an element, in and out: master 4 + 4 (`none` 2 + 2), state 8 + 8 (BF16 4 + 4), gradient 4 in: 28 with both in
-// full. Numerics  FP32; the master is joined from and split into (value, low) exactly; BF16 state and `none` weights are rounded to
-// nearest even.
+//           full.
+// Numerics  FP32; the master is joined from and split into (value, low) exactly; BF16 state and `none` weights are rounded to
+//           nearest even.
 #include <cuda_runtime.h>
 
 #include "kernels/adamw/adamw.h"

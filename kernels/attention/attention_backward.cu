@@ -1,17 +1,18 @@
 // Attention backward. With P = exp(scale·q·k − lse), dP = dout·v, delta[t] = Σ_d dout[t]·out[t] and dS = P·(dP − delta):
 //   dq[t] = scale · Σ_s dS[t, s] k[s]     dk[s] = scale · Σ_t dS[t, s] q[t]     dv[s] = Σ_t P[t, s] dout[t]
 // Layout    q, k, v, dq, dk, dv (N, H, D) bf16 with one row stride; out, dout (N, H·D); lse, delta (H, N) float.
-// Work      two passes, each owning what it sums, so nothing is added in device memory: no atomics, no scratch but delta, the same
-// bits
-//           every run. Both recompute P and dP (7 products of 2·D FLOPs per pair instead of 5); a single pass would have to add
-//           FP32 parts of dq from every key tile in a fixed order, which serialises blocks and moves 4·D bytes per query and key
-//           tile. dQ      one block per 128 queries of a head; walks over the keys they see; computes delta first. dK, dV  one
-//           block per 128 keys of a head; walks over the queries that see them: from the first key to the last query t with
-//                   first_key(t) <= last key, found by a search in doc_start. Works on Sᵀ = K·Qᵀ and dPᵀ = V·doutᵀ, so that P and
-//                   dS are left operands of dV += Pᵀ·dout and dK += dSᵀ·Q without leaving their registers.
-//           A warp skips chunks in which nothing is visible to its rows and masks only where it has to. dQ starts late tiles first,
-//           dK/dV early ones: the heavy tiles of a document. The heads of a tile run together.
-// Traffic   each pass reads its rows once and the columns once per tile that meets them (from L2), and writes its gradients once.
+// Work      two passes, each owning what it sums, so nothing is added in device memory: no atomics, no scratch but delta, the
+//           same bits every run. Both recompute P and dP (7 products of 2·D FLOPs per pair instead of 5); a single pass would
+//           have to add FP32 parts of dq from every key tile in a fixed order, which serialises blocks and moves 4·D bytes per
+//           query and key tile.
+//           dQ: one block per 128 queries of a head; walks over the keys they see; computes delta first.
+//           dK, dV: one block per 128 keys of a head; walks over the queries that see them: from the first key to the last
+//           query t with first_key(t) <= last key, found by a search in doc_start. Works on Sᵀ = K·Qᵀ and dPᵀ = V·doutᵀ, so
+//           that P and dS are left operands of dV += Pᵀ·dout and dK += dSᵀ·Q without leaving their registers.
+//           A warp skips chunks in which nothing is visible to its rows and masks only where it has to. dQ starts late tiles
+//           first, dK/dV early ones: the heavy tiles of a document. The heads of a tile run together.
+// Traffic   each pass reads its rows once and the columns once per tile that meets them (from L2), and writes its gradients
+//           once.
 // Numerics  scores, P and dP in FP32; P and dS rounded to BF16 for the second products; scale applied to the FP32 sums.
 // Tuning    attention_tuning.h.
 #include <climits>

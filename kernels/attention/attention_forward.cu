@@ -1,14 +1,17 @@
 // Attention forward: out[t] = Σ_s softmax_s(scale · q[t]·k[s]) v[s] over the keys s that t sees; lse[t] = log Σ_s exp(scale ·
-// q[t]·k[s]). Layout    q, k, v (N, H, D) bf16 with one row stride; out (N, H·D); lse (H, N) float. Work      one block per 128
-// queries of a head, one warp per 32. The block walks over the keys from the first one its first query sees to
-//           its last query, 64 at a time through two stages of shared memory filled by cp.async. A warp skips keys that none of its
-//           queries sees and masks only where it has to. Scores and weights stay in registers. Late tiles start first: in a row or
-//           document they are the heavy ones, so the light ones fill the end of the grid; the heads of a tile run together.
-// Traffic   reads q once, k and v once per query tile that sees them (from L2: neighbouring tiles run together), writes out and lse
-// once. Numerics  scores, softmax and sums in FP32, weights rounded to BF16 for the second product. Online softmax in base 2 whose
-// maximum lags:
-//           a row's sums are rescaled only when its maximum has grown by more than 2^8 over the one in use, which costs FP32 and
-//           BF16 no precision and happens once or twice per row. Sums run in a fixed order: the same bits every run.
+// q[t]·k[s]).
+// Layout    q, k, v (N, H, D) bf16 with one row stride; out (N, H·D); lse (H, N) float.
+// Work      one block per 128 queries of a head, one warp per 32. The block walks over the keys from the first one its first
+//           query sees to its last query, 64 at a time through two stages of shared memory filled by cp.async. A warp skips
+//           keys that none of its queries sees and masks only where it has to. Scores and weights stay in registers. Late tiles
+//           start first: in a row or document they are the heavy ones, so the light ones fill the end of the grid; the heads of
+//           a tile run together.
+// Traffic   reads q once, k and v once per query tile that sees them (from L2: neighbouring tiles run together), writes out and
+//           lse once.
+// Numerics  scores, softmax and sums in FP32, weights rounded to BF16 for the second product. Online softmax in base 2 whose
+//           maximum lags: a row's sums are rescaled only when its maximum has grown by more than 2^8 over the one in use, which
+//           costs FP32 and BF16 no precision and happens once or twice per row. Sums run in a fixed order: the same bits every
+//           run.
 // Tuning    attention_tuning.h.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_check.h"

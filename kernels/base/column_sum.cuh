@@ -1,10 +1,12 @@
 #pragma once
 // sum (C) += Σ_rows of a bf16 matrix (N, C), in two launches with the cut into parts of column_sum.h.
 // Layout    row-major, C % 8 == 0, 16-byte aligned rows.
-// Work      partials: a block owns 128 columns of one part; 16 threads across (8 columns each), 16 rows at a time. Then one thread
-// a column. Traffic   reads 2·N·C bytes; partials (at most 64·C floats) are written and read once. Numerics  FP32; rows by thread
-// row, thread rows in ascending order, parts in ascending order: bitwise reproducible, on any device. The row source is a functor,
-// so that an element-wise backward pass can make its values, store them and have them summed in one pass.
+// Work      partials: a block owns 128 columns of one part; 16 threads across (8 columns each), 16 rows at a time. Then one
+//           thread a column.
+// Traffic   reads 2·N·C bytes; partials (at most 64·C floats) are written and read once.
+// Numerics  FP32; rows by thread row, thread rows in ascending order, parts in ascending order: bitwise reproducible, on any
+//           device. The row source is a functor, so that an element-wise backward pass can make its values, store them and have
+//           them summed in one pass.
 #include "kernels/base/column_sum.h"
 #include "kernels/base/column_sum_cuda.h"
 #include "kernels/base/cuda_vec.cuh"

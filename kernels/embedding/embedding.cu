@@ -1,12 +1,13 @@
 // Token embedding: out[t] = wte[tokens[t]] (+ wpe[t mod row_tokens]); dwte[token] += Σ_{t: tokens[t] = token} dout[t], dwpe
-// likewise. Layout    row-major; 16-byte accesses: C % 8 == 0, pointers 16-byte aligned. Work      forward: one warp per token.
-// Backward: a stable radix sort of (token, position); then fixed chunks of the sorted list, one thread per 8
-//           channels walks a chunk. The run of a token that lies inside one chunk is added to its row of dwte by that chunk alone.
-//           A run that crosses chunk borders leaves one partial sum per chunk; a third kernel adds them in the order of the chunks,
-//           so frequent tokens are summed by many blocks. dwpe: one thread per position and 8 channels adds the rows in order.
-// Traffic   forward 4 bytes an element (6 with wpe, mostly from L2); backward 2 bytes an element + 8 an element of the touched rows
-// of dwte
-//           (+ 2 an element for dwpe).
+// likewise.
+// Layout    row-major; 16-byte accesses: C % 8 == 0, pointers 16-byte aligned.
+// Work      forward: one warp per token. Backward: a stable radix sort of (token, position); then fixed chunks of the sorted
+//           list, one thread per 8 channels walks a chunk. The run of a token that lies inside one chunk is added to its row of
+//           dwte by that chunk alone. A run that crosses chunk borders leaves one partial sum per chunk; a third kernel adds
+//           them in the order of the chunks, so frequent tokens are summed by many blocks. dwpe: one thread per position and 8
+//           channels adds the rows in order.
+// Traffic   forward 4 bytes an element (6 with wpe, mostly from L2); backward 2 bytes an element + 8 an element of the touched
+//           rows of dwte (+ 2 an element for dwpe).
 // Numerics  FP32 sums in an order that depends on tokens alone: bitwise reproducible, on any GPU. No atomics.
 #include <cuda_runtime.h>
 

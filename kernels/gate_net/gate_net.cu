@@ -1,16 +1,15 @@
-// Gate net: hidden = inp · w1ᵀ;   h = gelu(hidden);   out = (h · w2ᵀ + bias) · scale, exact GELU.
-// Backward:  S = doutᵀ·h, s = Σ_N dout:   dw2 += scale·S;   dbias += scale·s;   dscale += Σ w2·S + Σ bias·s
-//            dhidden = scale·(dout·w2)·gelu'(hidden);   dw1 += dhiddenᵀ·inp;   dinp = dhidden·w1 (+ dinp)
+// Gate net: hidden = inp · w1ᵀ;   h = gelu(hidden);   out = (h · w2ᵀ + bias) · scale, exact GELU. Backward:
+//   S = doutᵀ·h, s = Σ_N dout:   dw2 += scale·S;   dbias += scale·s;   dscale += Σ w2·S + Σ bias·s
+//   dhidden = scale·(dout·w2)·gelu'(hidden);   dw1 += dhiddenᵀ·inp;   dinp = dhidden·w1 (+ dinp)
 // Layout    row-major, 16-byte aligned; C and G multiples of 8, G <= 128, O <= 64 of any value: rows of out and dout are not
-// aligned,
-//           but 16 of them together are.
-// Work      the products with w1 by cuBLASLt. The O side: 8 warps of 16 tokens each on mma m16n8k16; the order of the hidden units
-//           inside a product is free, so a lane takes neighbouring ones and reads them 16 bytes at a time. Backward: a block walks
-//           through tiles of 128 tokens with gelu(hidden) and dout in shared memory, each warp sums its hidden units of S over all
-//           the tile's tokens; another kernel adds the blocks' sums.
+//           aligned, but 16 of them together are.
+// Work      the products with w1 by cuBLASLt. The O side: 8 warps of 16 tokens each on mma m16n8k16; the order of the hidden
+//           units inside a product is free, so a lane takes neighbouring ones and reads them 16 bytes at a time. Backward: a
+//           block walks through tiles of 128 tokens with gelu(hidden) and dout in shared memory, each warp sums its hidden
+//           units of S over all the tile's tokens; another kernel adds the blocks' sums.
 // Traffic   forward 2·N·(C + 2·G + O) bytes, backward 2·N·(3·C + 4·G + O), with dinp accumulated.
-// Numerics  FP32 sums; hidden, gelu(hidden) as the products read it, dhidden, out and dinp are BF16. Sums over tokens are cut by N
-//           alone and added in a fixed order: bitwise reproducible.
+// Numerics  FP32 sums; hidden, gelu(hidden) as the products read it, dhidden, out and dinp are BF16. Sums over tokens are cut
+//           by N alone and added in a fixed order: bitwise reproducible.
 #include <cuda_runtime.h>
 
 #include "kernels/base/aligned.h"

@@ -1,9 +1,8 @@
 // Sum of losses; per-parameter sums of squares of the gradient; the verdict on a step.
 // Layout    one FP32 gradient buffer; segments start at multiples of 64 elements. scratch (num_segments, kGradSumParts).
 // Work      a segment is cut into kGradSumParts parts of at least kMinPartElements, one block each: small segments leave most
-// blocks nothing to do
-//           (they write 0), large ones are spread over all. Then the parts are added, one warp a segment; one block makes the
-//           verdict of the sums.
+//           blocks nothing to do (they write 0), large ones are spread over all. Then the parts are added, one warp a segment;
+//           one block makes the verdict of the sums.
 // Traffic   4 bytes a gradient element, once: GPT-2 124M 498 MB.
 // Numerics  squares and sums in FP64, so no finite gradient overflows; fixed order: bitwise reproducible, on any GPU.
 #include <cuda_runtime.h>

@@ -1,14 +1,16 @@
-// E5M2 gradient of a chunk of logits in both layouts, from the logits and what row_loss (head_loss.cu) found out about each row:
+// E5M2 gradient of a chunk of logits in both layouts, from the logits and what row_loss (head_loss.cu) found out about each
+// row:
 //   grad8 = e5m2(slope·(S·softmax − Σ w_j·onehot(c_j)) · 448/grad_bound),   grad8_t = grad8ᵀ
 // Layout    logits, grad8 (rows, V), grad8_t (V, rows); rows and V multiples of 16, 16-byte aligned pointers.
 // Work      A block takes 128 rows of 128 columns. A thread has 16 rows of 4 columns: it reads 8 bytes of each row, converts,
-// stores
-//           words of grad8, turns its codes by byte permutes and stores 16 bytes of each column of grad8_t. The other half of a
-//           warp has the next 16 rows of the same columns, so that what a warp stores are whole sectors of 32 bytes of grad8_t, and
-//           of 64 bytes of grad8. The few target columns are written again at the end, by the threads that find them.
-// Traffic   reads N·V·2 bytes, writes N·V twice; row_loss reads N·V·2 before. Per 16,384 tokens 3.3 and 1.65 GB, 0.8 and 0.4 ms at
-//           4.2 TB/s. A logit is read twice, and its soft-cap computed twice, 2.5 operations of the special-function unit each time
-//           (0.56 ms): blocks need nothing of each other, so that memory always has work, which is worth more than the bytes.
+//           stores words of grad8, turns its codes by byte permutes and stores 16 bytes of each column of grad8_t. The other
+//           half of a warp has the next 16 rows of the same columns, so that what a warp stores are whole sectors of 32 bytes
+//           of grad8_t, and of 64 bytes of grad8. The few target columns are written again at the end, by the threads that find
+//           them.
+// Traffic   reads N·V·2 bytes, writes N·V twice; row_loss reads N·V·2 before. Per 16,384 tokens 3.3 and 1.65 GB, 0.8 and 0.4 ms
+//           at 4.2 TB/s. A logit is read twice, and its soft-cap computed twice, 2.5 operations of the special-function unit
+//           each time (0.56 ms): blocks need nothing of each other, so that memory always has work, which is worth more than
+//           the bytes.
 // Numerics  FP32 in units of log2. S·softmax in units of the gradient's scale is one power of 2: 2^(z + shift), where the row's
 //           shift = log2(S·448/grad_bound) − log2 Σ 2^z.
 #include "kernels/base/launch.cuh"

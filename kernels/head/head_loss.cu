@@ -1,14 +1,15 @@
-// Head on CUDA: per chunk of tokens a product makes the logits, one kernel turns them into losses and, in place, into dlogits, and
-// two products and a column sum take these further. FP8: this kernel finds the loss and each row's sum, that of
-// head_fp8_gradient.cu writes the gradient, in both layouts. Layout    logits (chunk, V) bf16, V % 8 == 0; all pointers 16-byte
-// aligned. Work      a block of 512 threads per row. The row is read once and kept in shared memory (V·2 bytes; two blocks fit a
-// Hopper SM
-//           at V = 50,304); each thread keeps only what it reads again itself. Rows that do not fit are read a second time from
-//           L2. All columns take the softmax's part of the gradient alone; the few target columns are written again at the end.
+// Head on CUDA: per chunk of tokens a product makes the logits, one kernel turns them into losses and, in place, into dlogits,
+// and two products and a column sum take these further. FP8: this kernel finds the loss and each row's sum, that of
+// head_fp8_gradient.cu writes the gradient, in both layouts.
+// Layout    logits (chunk, V) bf16, V % 8 == 0; all pointers 16-byte aligned.
+// Work      a block of 512 threads per row. The row is read once and kept in shared memory (V·2 bytes; two blocks fit a Hopper
+//           SM at V = 50,304); each thread keeps only what it reads again itself. Rows that do not fit are read a second time
+//           from L2. All columns take the softmax's part of the gradient alone; the few target columns are written again at the
+//           end.
 // Traffic   reads and writes N·V elements once (loss only: reads); the products and the bias gradient move 4·N·V more.
 // Numerics  FP32 in units of log2; a running maximum with rescaling per thread (none for the sigmoid soft-cap, which bounds z),
-// then
-//           one fixed tree over the block: safe for any soft-cap, bitwise reproducible. One rounding of dlogits at the store.
+//           then one fixed tree over the block: safe for any soft-cap, bitwise reproducible. One rounding of dlogits at the
+//           store.
 #include "kernels/base/column_sum_cuda.h"
 #include "kernels/base/launch.cuh"
 #include "kernels/gemm/projection_cuda.h"

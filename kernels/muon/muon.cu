@@ -1,19 +1,19 @@
 // Muon on a batch of equally shaped matrices; m = min, n = max of (rows, cols).
 //   momentum    M ← μM + (1−μ)G, X = bf16(U) as (m, n), partial sums of X²;   scale  X ← X / (norm_margin·‖X‖ + eps)
 //   iterations times, batched products: A = XXᵀ, B = bA + cA², X ← aX + BX
-//   statistics  (normuon) sums c of X² down the columns of X; v ← β2·v + (1−β2)·c/m; Σc and Σc/max(v, 1e-10) = Σ(X·r)² of 64
-//   columns apply       muon: W ← W − decay·W − lr·s·X(ᵀ);   normuon: V = X·scale of its column, W ← W − [V·W >= 0]·decay·s·W −
-//   lr·s·V(ᵀ)
-// Layout    matrices row-major, rows and cols multiples of 8, 16-byte aligned. x[0], x[1] in turn hold X; gram[0] = A, gram[1] = B.
-// Work      element-wise passes in tiles of 64 × 64, one block a tile (momentum: kMuonNormParts blocks a matrix, each a fixed set
-//           of tiles; statistics: one block a column of tiles). Transposed matrices go through shared memory, so that both sides
-//           are read and written along their rows.
+//   statistics  (normuon) sums c of X² down the columns of X; v ← β2·v + (1−β2)·c/m; Σc and
+//               Σc/max(v, 1e-10) = Σ(X·r)² of 64 columns
+//   apply       muon: W ← W − decay·W − lr·s·X(ᵀ);   normuon: V = X·scale of its column,
+//               W ← W − [V·W >= 0]·decay·s·W − lr·s·V(ᵀ)
+// Layout    matrices row-major, rows and cols multiples of 8, 16-byte aligned. x[0], x[1] in turn hold X; gram[0] = A, gram[1]
+//           = B.
+// Work      element-wise passes in tiles of 64 × 64, one block a tile (momentum: kMuonNormParts blocks a matrix, each a fixed
+//           set of tiles; statistics: one block a column of tiles). Transposed matrices go through shared memory, so that both
+//           sides are read and written along their rows.
 // Traffic   bytes an element: momentum 14, scale 4, statistics 2, apply 10 with a full master; a product reads and writes its
-// operands
-//           once, mostly from L2.
-// Numerics  FP32 sums in a fixed order; A, B and X are stored in BF16, normuon's column scales are rounded to it, V = X·scale is
-// not;
-//           masters are joined and split exactly. Bitwise reproducible.
+//           operands once, mostly from L2.
+// Numerics  FP32 sums in a fixed order; A, B and X are stored in BF16, normuon's column scales are rounded to it, V = X·scale
+//           is not; masters are joined and split exactly. Bitwise reproducible.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -1,14 +1,13 @@
-// RMS and layer norm: out = (inp − mean) · rstd · gain + shift over the C channels of a row; rms has mean = 0.
-// Backward, with x̂ = (inp − mean)·rstd and d = dout·gain:
+// RMS and layer norm: out = (inp − mean) · rstd · gain + shift over the C channels of a row; rms has mean = 0. Backward, with
+// x̂ = (inp − mean)·rstd and d = dout·gain:
 //   dinp = rstd · (d − x̂·mean_C(d·x̂) − [layer] mean_C(d)) + dinp_add;   dgain += Σ_N dout·x̂;   dshift += Σ_N dout
 // Layout    row-major (N, C), 16-byte accesses: C % 8 == 0, pointers 16-byte aligned.
 // Work      a group of 32 threads (C <= 1024) or 256 threads (C <= 8192) keeps a row in registers: it is read once. Backward: a
-// block walks a
-//           fixed range of rows and keeps its columns' sums in registers; a second kernel adds the blocks' sums.
-// Traffic   forward 4 bytes an element, backward 6 (8 with dinp_add); statistics 4 or 8 bytes a row. N = 49,152, C = 768: forward
-// 151 MB. Numerics  two passes over the registers in FP32 (mean, then squared deviations), one rounding at the store. Sums in an
-// order that depends on
-//           (N, C) alone: bitwise reproducible, on any GPU.
+//           block walks a fixed range of rows and keeps its columns' sums in registers; a second kernel adds the blocks' sums.
+// Traffic   forward 4 bytes an element, backward 6 (8 with dinp_add); statistics 4 or 8 bytes a row. N = 49,152, C = 768:
+//           forward 151 MB.
+// Numerics  two passes over the registers in FP32 (mean, then squared deviations), one rounding at the store. Sums in an order
+//           that depends on (N, C) alone: bitwise reproducible, on any GPU.
 #include <cuda_runtime.h>
 
 #include "kernels/base/aligned.h"

@@ -1,12 +1,13 @@
-// Queries, keys and values on CUDA: one product, then one pass in place over the q and k thirds (RMS norm of each head + rotary).
+// Queries, keys and values on CUDA: one product, then one pass in place over the q and k thirds (RMS norm of each head +
+// rotary).
 // Layout    (N, 3C) row-major; a row is 2H heads of q and k, then v; D = C/H, D % 16 == 0, D <= 512.
-// Work      a warp per token. A group of lanes holds a head: lane l has elements 8l … 8l+7 of its first half and the same of its
-// second
-//           half, so that a rotary pair is in one lane; 32/lanes heads at a time, with the token's cos and sin kept in registers.
+// Work      a warp per token. A group of lanes holds a head: lane l has elements 8l … 8l+7 of its first half and the same of
+//           its second half, so that a rotary pair is in one lane; 32/lanes heads at a time, with the token's cos and sin kept
+//           in registers.
 // Traffic   forward reads and writes 2·N·C elements; backward reads 4·N·C and writes 2·N·C.
 // Numerics  FP32 between one load and one store; sums over a head by a fixed butterfly.
-// Backward  y = R(x·rstd), R a rotation, so Σ dy·y is Σ of the same over unrotated values:
-//           dx = Rᵀ(rstd·(dy − y·mean(dy·y))), which needs no normalised x and rotates once.
+// Backward  y = R(x·rstd), R a rotation, so Σ dy·y is Σ of the same over unrotated values: dx = Rᵀ(rstd·(dy − y·mean(dy·y))),
+//           which needs no normalised x and rotates once.
 #include "kernels/base/column_sum_cuda.h"
 #include "kernels/base/cuda_vec.cuh"
 #include "kernels/base/launch.cuh"

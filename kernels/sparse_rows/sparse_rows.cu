@@ -1,10 +1,9 @@
 // Touched rows of a table, packed by owner, and the sum of what an owner receives.
 // Layout    table (V, C) row-major FP32; packs (W, K, C) with (W, K) row indices, ascending, then −1.
-// Work      a warp per slot of a pack. Sum: the warp whose slot is the first of a row, in the order of the ranks, adds that row of
-// all
-//           ranks; each lane looks the row up in one rank's list. Warps of other slots are done at once.
-// Traffic   pack reads and writes the touched rows; sum reads the received rows and writes each row once. Lists are read again and
-//           again and stay in L2.
+// Work      a warp per slot of a pack. Sum: the warp whose slot is the first of a row, in the order of the ranks, adds that row
+//           of all ranks; each lane looks the row up in one rank's list. Warps of other slots are done at once.
+// Traffic   pack reads and writes the touched rows; sum reads the received rows and writes each row once. Lists are read again
+//           and again and stay in L2.
 // Numerics  FP32 sums in the order of the ranks, without atomics.
 #include "kernels/base/aligned.h"
 #include "kernels/base/cuda_vec.cuh"

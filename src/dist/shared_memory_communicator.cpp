@@ -1,8 +1,7 @@
-// Work      an operation goes in chunks: every rank copies its part into its buffer, a barrier, every rank reads the others'. An
-//           all-reduce sums in between, a share of the chunk each, and has a second barrier.
+// Work      an operation goes in chunks: every rank copies its part into its buffer, a barrier, every rank reads the others'.
+//           An all-reduce sums in between, a share of the chunk each, and has a second barrier.
 // Buffers   two for each rank, used in turn: who writes a buffer again has passed the barrier of the chunk between, which nobody
-// enters
-//           before it has read the chunk before. So one barrier a chunk is enough.
+//           enters before it has read the chunk before. So one barrier a chunk is enough.
 // Waiting   spins shortly, then sleeps in the kernel (futex): there may be more ranks than cores.
 #include "src/dist/shared_memory_communicator.h"
 

@@ -1,5 +1,6 @@
 #include "kernels/head/head_fp8_cuda.h"
-#include "kernels/base/cuda_check.h"
+
+#include "kernels/base/error.h"
 
 namespace speedrun::kernels {
 

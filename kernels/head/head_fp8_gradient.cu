@@ -14,7 +14,7 @@
 // Numerics  FP32 in units of log2. S·softmax in units of the gradient's scale is one power of 2: 2^(z + shift), where the row's
 //           shift = log2(S·448/grad_bound) − log2 Σ 2^z.
 #include "kernels/base/launch.cuh"
-#include "kernels/fp8/fp8_convert.cuh"
+#include "kernels/fp8/fp8_tile.cuh"
 #include "kernels/head/head_fp8_cuda.h"
 #include "kernels/head/head_row.cuh"
 
@@ -45,19 +45,9 @@ struct GradientCodes {
   bool count;
 };
 
-// rows[i] holds columns 0 … 3 of row i, lowest byte first; columns[i] then holds rows 0 … 3 of column i.
-__device__ __forceinline__ void transpose4x4(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
-  const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140), high01 = __byte_perm(rows[0], rows[1], 0x7362);
-  const uint32_t low23 = __byte_perm(rows[2], rows[3], 0x5140), high23 = __byte_perm(rows[2], rows[3], 0x7362);
-  columns[0] = __byte_perm(low01, low23, 0x5410);
-  columns[1] = __byte_perm(low01, low23, 0x7632);
-  columns[2] = __byte_perm(high01, high23, 0x5410);
-  columns[3] = __byte_perm(high01, high23, 0x7632);
-}
-
-// E5M2's largest number is kE5m2Max; half of its smallest one, 2⁻¹⁶, is a tie that goes to 0.
+// Not fp8_scale.h's: this scale is no maximum's, which rounding could put a hair above the largest number.
 __device__ __forceinline__ uint32_t is_saturated_e5m2(float value) { return fabsf(value) > kE5m2Max; }
-__device__ __forceinline__ uint32_t is_flushed_e5m2(float value) { return value != 0 && fabsf(value) <= 0x1p-17f; }
+__device__ __forceinline__ uint32_t is_flushed_e5m2(float value) { return is_flushed<e5m2>(value, value); }
 
 // Not contracted, so that it is the same number wherever it is computed.
 __device__ __forceinline__ float softmax_part(const Capped& logit, float shift) {
@@ -67,14 +57,14 @@ __device__ __forceinline__ float softmax_part(const Capped& logit, float shift) 
 template <Softcap kCap>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gradient_codes(const GradientCodes p) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int blocks_across = (p.V + kBlockColumns - 1) / kBlockColumns;
+  const int64_t blocks_across = ceil_div(p.V, kBlockColumns);
   const int64_t block_row = int64_t{blockIdx.x} / blocks_across * kBlockRows;
   const int block_column = static_cast<int>(blockIdx.x % blocks_across) * kBlockColumns;
   const int64_t row = block_row + (warp / kWarpsAcross * kLanesDown + lane / kLanesAcross) * kRows;
   const int column = block_column + (warp % kWarpsAcross * kLanesAcross + lane % kLanesAcross) * kColumns;
   if (blockIdx.x == 0 && threadIdx.x == 0) p.grad_scale8->scale = p.bound_scale * *p.grad_scale;
 
-  uint32_t saturated = 0, flushed = 0;
+  Fp8Tally<true> tally;
   if (row < p.rows && column < p.V) {
     const bf16* const logits = p.logits + row * p.V + column;
     e5m2* const grad8 = p.grad8 + row * p.V + column;
@@ -99,16 +89,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gradient_codes(const G
         __stcs(reinterpret_cast<uint32_t*>(grad8 + int64_t{4 * quad + r} * p.V), codes[quad][r]);
         if (p.count) {
 #pragma unroll
-          for (int i = 0; i < kColumns; ++i) saturated += is_saturated_e5m2(x[i]), flushed += is_flushed_e5m2(x[i]);
+          for (int i = 0; i < kColumns; ++i) tally.saturated += is_saturated_e5m2(x[i]), tally.flushed += is_flushed_e5m2(x[i]);
         }
       }
     }
-    uint32_t turned[kRows / 4][kColumns];
 #pragma unroll
-    for (int quad = 0; quad < kRows / 4; ++quad) transpose4x4(codes[quad], turned[quad]);
+    for (int quad = 0; quad < kRows / 4; ++quad) transpose_bytes(codes[quad]);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      store16_streaming(p.grad8_t + int64_t{column + i} * p.rows + row, {turned[0][i], turned[1][i], turned[2][i], turned[3][i]});
+      store16_streaming(p.grad8_t + int64_t{column + i} * p.rows + row, {codes[0][i], codes[1][i], codes[2][i], codes[3][i]});
     }
   }
   __syncthreads();  // the softmax's part of the target columns is written before it is replaced; equal columns by equal values
@@ -136,16 +125,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gradient_codes(const G
     p.grad8[at] = code;
     p.grad8_t[int64_t{term.column} * p.rows + term_row] = code;
     if (p.count && !counted) {
-      saturated += is_saturated_e5m2(x) - is_saturated_e5m2(softmax);
-      flushed += is_flushed_e5m2(x) - is_flushed_e5m2(softmax);
+      tally.saturated += is_saturated_e5m2(x) - is_saturated_e5m2(softmax);
+      tally.flushed += is_flushed_e5m2(x) - is_flushed_e5m2(softmax);
     }
   }
-  if (p.count) {
-    saturated = __reduce_add_sync(0xffffffffu, saturated);
-    flushed = __reduce_add_sync(0xffffffffu, flushed);
-    if (lane == 0 && saturated != 0) atomicAdd(&p.grad_scale8->saturated, saturated);
-    if (lane == 0 && flushed != 0) atomicAdd(&p.grad_scale8->flushed, flushed);
-  }
+  if (p.count) tally.deliver<kThreads>(p.grad_scale8, false);
 }
 
 }  // namespace
@@ -164,7 +148,7 @@ void head_fp8_codes(const HeadLoss<bf16>& args, const LossTerms& terms, int64_t 
                             .V = args.V,
                             .softcap_value = static_cast<float>(args.softcap_value),
                             .bound_scale = static_cast<float>(fp8.grad_bound / kE4m3Max),
-                            .units = static_cast<float>(kE4m3Max / fp8.grad_bound),
+                            .units = gradient_units(fp8),
                             .count = fp8.count};
   const unsigned grid = grid_size(ceil_div(count, kBlockRows) * ceil_div(args.V, kBlockColumns), "head");
   dispatch_softcap(args.softcap, [&](auto softcap) { gradient_codes<softcap()><<<grid, kThreads, 0, exec.stream>>>(codes); });

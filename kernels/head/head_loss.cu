@@ -176,7 +176,7 @@ void chunk_loss(const HeadLoss<bf16>& args, const LossTerms& terms, int64_t begi
                      .first = begin,
                      .grad_scale = args.grad_scale,
                      .shift = gradients ? args.fp8.row_shift : nullptr,
-                     .units = static_cast<float>(kE4m3Max / args.fp8.grad_bound),
+                     .units = gradient_units(args.fp8),
                      .V = args.V,
                      .softcap_value = static_cast<float>(args.softcap_value)};
   const bool in_place = gradients && args.fp8.weight8 == nullptr;
@@ -196,18 +196,19 @@ void head_loss(const HeadLoss<bf16>& args, const CudaExec& exec) {
   if (in_fp8) check_head_fp8(args, exec);
   for (int64_t begin = 0; begin < args.N; begin += args.chunk) {
     const ProjectionSize size{.N = std::min(args.chunk, args.N - begin), .K = args.C, .O = args.V};
+    const bf16* inp = args.inp + begin * args.C;
     if (in_fp8) {
       head_fp8_logits(args, begin, size, exec);
-      chunk_loss(args, terms, begin, size.N, gradients, exec);
-      if (!gradients) continue;
+    } else {
+      project(args.logits, inp, args.weight, args.bias, nullptr, size, exec);
+    }
+    chunk_loss(args, terms, begin, size.N, gradients, exec);
+    if (!gradients) continue;
+    if (in_fp8) {
       head_fp8_codes(args, terms, begin, size.N, exec);
       head_fp8_gradients(args, begin, size, exec);
       continue;
     }
-    const bf16* inp = args.inp + begin * args.C;
-    project(args.logits, inp, args.weight, args.bias, nullptr, size, exec);
-    chunk_loss(args, terms, begin, size.N, gradients, exec);
-    if (!gradients) continue;
     if (args.dbias) column_sum(args.dbias, args.logits, args.scratch, size.N, args.V, exec);
     project_weight_grad(args.dweight, args.logits, inp, size, exec);
     project_input_grad(args.dinp + begin * args.C, args.logits, args.weight, nullptr, size, exec);

@@ -20,7 +20,8 @@ import uuid
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SPEEDRUN = pathlib.Path("speedrun")
 
-# Whatever fails, all processes are to be gone by then. The watchdogs of these runs are set to 2 s. CMake tells a build with sanitizers to wait longer.
+# Whatever fails, all processes are to be gone by then. The watchdogs of these runs are set to 2 s. CMake tells a build with sanitizers
+# to wait longer.
 PATIENCE = float(os.environ.get("SPEEDRUN_TEST_PATIENCE", "1"))
 LIMIT_S = 30 * PATIENCE
 VOCABULARY = 512
